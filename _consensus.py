@@ -1,0 +1,745 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consensus state machine: votes in, decisions out. No socket, no clock, no thread.
+
+Theory
+------
+Each process group has a *collective line*. A vote takes a span on the line of each of its groups. Two votes of
+different ranks are *linked* when their spans overlap on a group that both belong to; linked votes *agree* when their
+fingerprints are equal and, on every group that both ranks belong to, both have the same span or neither has one. A
+*component* is the closure of the links, and it gets one verdict: FAT once every member of all its groups has voted
+and all linked votes agree; SPLIT as soon as two linked votes disagree, or a member has gone past a span without a vote
+that touches it.
+
+What must be remembered for this is little, because each rank's spans on a line ascend. For each group the machine
+keeps each member's *frontier* (the end of its last span) and the *cells* that are still open: a cell is one span
+with the votes on it so far. While a cell is open nobody disagrees about it, so:
+
+- a vote whose span is an open cell's joins it; every member beyond the cell's start is in the cell already;
+- a vote whose span starts below the highest frontier, and is no open cell, meets a vote that differs, or that was
+  split before, or a member that has gone past: SPLIT, whichever of the three it is;
+- any other vote opens a cell; open cells that end before it, and lack the voter, have been passed: SPLIT.
+
+A settled cell is forgotten, and nothing grows with the number of handshakes. A vote costs a few dictionary operations
+for each of its groups, whatever their size.
+"""
+
+import enum
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+if __package__:
+    from ._types import (
+        CollectiveHandshakeRequest,
+        HandshakeConfigError,
+        HandshakeProtocolError,
+        ProcessGroupId,
+        as_process_group_id,
+        format_ranks,
+    )
+else:
+    from _types import (
+        CollectiveHandshakeRequest,
+        HandshakeConfigError,
+        HandshakeProtocolError,
+        ProcessGroupId,
+        as_process_group_id,
+        format_ranks,
+    )
+
+# A waiting rank is told whom it waits for after so many seconds, then every NOTICE_INTERVAL_S.
+NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
+NOTICE_INTERVAL_S = 60.0
+
+# How long a wait cycle must stand before it is answered where one of its ranks may still vote from another thread:
+# long enough for that thread to reach its vote, short against a vote's timeout.
+CYCLE_GRACE_S = 5.0
+
+# Missing ranks are all named, as ranges; so many of them with where they were last seen.
+MAX_RANKS_LAST_SEEN = 8
+# So many fingerprints are listed when votes differ.
+MAX_FINGERPRINTS_SHOWN = 4
+
+
+class Outcome(enum.Enum):
+    """What a vote is answered with."""
+
+    FAT = "FAT"
+    SPLIT = "SPLIT"
+    TIMEOUT = "TIMEOUT"
+    PEER_LOST = "PEER_LOST"
+
+
+class Decision(NamedTuple):
+    """The answer to one vote.
+
+    Attributes:
+        rank: the rank that voted.
+        outcome: FAT, SPLIT, TIMEOUT or PEER_LOST; the same for a whole component.
+        reason: what happened, which ranks, which group and positions; empty for FAT.
+        request: the request (or whatever was given in its place) that is answered.
+        ranks: the ranks that the reason is about: in disagreement, missing, or lost.
+        group: the ranks of the process group on whose line it happened, or None.
+        span: `(start, end)` on that line, or None.
+        seconds: how long the component had waited.
+    """
+
+    rank: int
+    outcome: Outcome
+    reason: str
+    request: Any
+    ranks: tuple[int, ...] = ()
+    group: tuple[int, ...] | None = None
+    span: tuple[int, int] | None = None
+    seconds: float = 0.0
+
+
+class Notice(NamedTuple):
+    """What a rank that still waits should log."""
+
+    rank: int
+    text: str
+    request: Any
+
+
+class Group:
+    """A process group's line: how far each member has got, and the cells that are open."""
+
+    __slots__ = ("cells", "frontier", "highest_frontier", "last_split", "lost", "members", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.members = frozenset(ranks)
+        self.frontier: dict[int, int] = {}
+        self.highest_frontier = 0
+        self.cells: dict[tuple[int, int], _Cell] = {}
+        self.lost: set[int] = set()
+        self.last_split = ""
+
+
+Span = tuple[Group, int, int]
+
+
+class _Vote:
+    __slots__ = ("arrived", "blocking", "cells", "deadline", "fingerprint", "notices", "number", "rank", "request", "spans")
+
+    def __init__(
+        self,
+        rank: int,
+        spans: list[Span],
+        fingerprint: str | bytes,
+        arrived: float,
+        deadline: float | None,
+        request: Any,
+        blocking: bool,
+        number: int,
+    ) -> None:
+        self.rank = rank
+        self.spans = spans
+        self.fingerprint = fingerprint
+        self.arrived = arrived
+        self.deadline = deadline
+        self.request = request
+        self.blocking = blocking
+        self.number = number
+        self.notices = 0
+        self.cells: list[_Cell] = []
+
+    def next_notice(self) -> float:
+        """When its rank should next be told that it still waits."""
+        beyond = self.notices - len(NOTICE_AT_S)
+        if beyond < 0:
+            return self.arrived + NOTICE_AT_S[self.notices]
+        return self.arrived + NOTICE_AT_S[-1] + (beyond + 1) * NOTICE_INTERVAL_S
+
+
+class _Cell:
+    """One span of one group's line that waits for members.
+
+    `beside` holds the other groups that its votes are on; `without` the groups that a voter belongs to and did not
+    vote on. A newcomer that lacks one of the first, or has one of the second, disagrees.
+    """
+
+    __slots__ = ("beside", "component", "end", "group", "start", "voters", "without")
+
+    def __init__(self, group: Group, start: int, end: int, component: "_Component") -> None:
+        self.group = group
+        self.start = start
+        self.end = end
+        self.component = component
+        self.voters: dict[int, _Vote] = {}
+        self.beside: set[Group] = set()
+        self.without: set[Group] = set()
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self.group.ranks if rank not in self.voters]
+
+
+class _Component:
+    __slots__ = ("cells", "fingerprint", "incomplete", "votes")
+
+    def __init__(self, fingerprint: str | bytes) -> None:
+        self.fingerprint = fingerprint
+        self.votes: list[_Vote] = []
+        self.cells: list[_Cell] = []
+        self.incomplete = 0
+
+    def absorb(self, other: "_Component") -> None:
+        self.votes += other.votes
+        self.cells += other.cells
+        self.incomplete += other.incomplete
+        for cell in other.cells:
+            cell.component = self
+
+
+class _Finding(NamedTuple):
+    """Why a component can't be fat: an outcome and what to say of it."""
+
+    outcome: Outcome
+    reason: str
+    ranks: tuple[int, ...] = ()
+    group: tuple[int, ...] | None = None
+    span: tuple[int, int] | None = None
+
+
+class _CollectiveHandshakeConsensus:
+    """Decides, for every vote, whether the ranks involved run their graphs fat or split.
+
+    Feed it with `put_request` (or `cast`, its quicker form), `expire`, `drop_rank`; each returns the decisions that
+    follow. Time is an argument, in seconds of any clock that does not go backwards.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float | None = None) -> None:
+        """
+        Args:
+            num_ranks: the world size.
+            timeout_s: how long a vote may wait, in seconds; None: for ever.
+
+        Raises:
+            HandshakeConfigError: `num_ranks` is below 1, or `timeout_s` is not positive.
+        """
+        if num_ranks < 1:
+            raise HandshakeConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+        if timeout_s is not None and not timeout_s > 0:
+            raise HandshakeConfigError(f"timeout_s must be positive, got {timeout_s}")
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._groups: dict[ProcessGroupId, Group] = {}
+        self._groups_of_rank: list[set[Group]] = [set() for _ in range(num_ranks)]
+        self._pending: dict[int, _Vote] = {}  # by number, so the oldest come first
+        self._pending_of_rank: list[list[_Vote]] = [[] for _ in range(num_ranks)]
+        self._last_vote: list[tuple[float, list[Span]] | None] = [None] * num_ranks
+        self._labels: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
+        self._contested: set[int] = set()  # ranks that wait while an open cell waits for them
+        self._votes = 0
+        self._next_deadline: float | None = None
+
+    # ------------------------------------------------------------------ what happens
+
+    def put_request(
+        self, request: CollectiveHandshakeRequest, now: float, *, blocking: bool = True
+    ) -> list[Decision]:
+        """Takes a rank's vote.
+
+        Args:
+            request: the vote. Groups that are idle in it (count 0) say nothing.
+            now: the time, in seconds.
+            blocking: the rank does nothing else until this vote is answered. A wait cycle is answered at once if all
+                its ranks are known to be blocked, else when it has stood for `CYCLE_GRACE_S`.
+
+        Raises:
+            HandshakeConfigError: the rank, or a member of a group, is outside the world.
+            HandshakeProtocolError: the vote is out of order (it starts before the end of the rank's last span on
+                that group), or the rank was dropped. Nothing has changed then.
+        """
+        rank = request.rank
+        if rank >= self._num_ranks:
+            raise HandshakeConfigError(f"rank {rank} is outside a world of {self._num_ranks} ranks", ranks=[rank])
+        spans = [
+            (self.group(group), count.collective_count_before, count.end)
+            for group, count in request.pg_collective_counts.items()
+            if count.num_collectives_in_graph
+        ]
+        return self.cast(rank, spans, request.executable_fingerprint, now, request, blocking)
+
+    def group(self, pg: Any) -> Group:
+        """The machine's own record of a process group, for `cast`.
+
+        Raises:
+            HandshakeConfigError: a member is outside the world.
+        """
+        key = as_process_group_id(pg)
+        known = self._groups.get(key)
+        if known is not None:
+            return known
+        if key.ranks[-1] >= self._num_ranks:
+            raise HandshakeConfigError(
+                f"rank {key.ranks[-1]} of a process group is outside a world of {self._num_ranks} ranks",
+                ranks=[key.ranks[-1]],
+                group=key.ranks,
+            )
+        made = self._groups[key] = Group(key.ranks)
+        for rank in key.ranks:
+            self._groups_of_rank[rank].add(made)
+            for vote in self._pending_of_rank[rank]:
+                for cell in vote.cells:
+                    cell.without.add(made)
+        made.lost.update(made.members & self._lost.keys())
+        return made
+
+    def cast(
+        self,
+        rank: int,
+        spans: list[Span],
+        fingerprint: str | bytes,
+        now: float,
+        request: Any = None,
+        blocking: bool = True,
+        timeout_s: float | None = None,
+    ) -> list[Decision]:
+        """`put_request` for spans that are unpacked already: `[(group, start, end), …]`, each not empty.
+
+        `timeout_s` is this vote's own, where it differs from the machine's.
+        """
+        self._refuse_what_is_out_of_order(rank, spans)
+        if not spans:
+            return [Decision(rank, Outcome.FAT, "", request)]
+        decisions: list[Decision] = []
+        for group, start, end in spans:
+            cells = group.cells
+            if len(cells) > 1 or (cells and (start, end) not in cells):
+                self._settle_cells_passed(rank, group, start, now, decisions)
+
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        self._votes += 1
+        deadline = None if limit is None else now + limit
+        vote = _Vote(rank, spans, fingerprint, now, deadline, request, blocking, self._votes)
+        finding = self._finding_against(vote)
+        for group, _, end in spans:
+            group.frontier[rank] = end
+            if end > group.highest_frontier:
+                group.highest_frontier = end
+        self._last_vote[rank] = (now, spans)
+        if finding is not None:
+            self._settle_with_all_linked(vote, finding, now, decisions)
+            return decisions
+
+        component, opened = self._join(vote)
+        if not component.incomplete:
+            self._settle(component, None, now, decisions)
+            return decisions
+        if self._is_contested(rank):
+            self._contested.add(rank)
+        for cell in opened:
+            self._note_contested_members(cell)
+        if self._contested:
+            self._settle_wait_cycles(now, decisions)
+        if vote.number in self._pending:
+            self._wake_at(vote.next_notice() if deadline is None else min(deadline, vote.next_notice()))
+        return decisions
+
+    def expire(self, now: float) -> list[Decision]:
+        """Answers the votes whose time is up: TIMEOUT for a whole component when its oldest vote has waited
+        its timeout, SPLIT for a wait cycle that has stood for `CYCLE_GRACE_S`."""
+        decisions: list[Decision] = []
+        for vote in list(self._pending.values()):
+            if vote.number in self._pending and vote.deadline is not None and vote.deadline <= now:
+                component = vote.cells[0].component
+                self._settle(component, self._timeout_finding(component, now), now, decisions)
+        if self._contested:
+            self._settle_wait_cycles(now, decisions)
+        return decisions
+
+    def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
+        """Takes note that a rank is gone: whoever waits for it gets PEER_LOST, and so does every later vote on a
+        group that holds it, until `rejoin_rank`. The lost rank's own votes are forgotten without an answer."""
+        self._lost[rank] = reason
+        decisions: list[Decision] = []
+        for group in self._groups_of_rank[rank]:
+            group.lost.add(rank)
+        for group in self._groups_of_rank[rank]:
+            while group.cells:
+                cell = next(iter(group.cells.values()))
+                finding = self._lost_finding(group, (cell.start, cell.end))
+                self._settle(cell.component, finding, now, decisions)
+        return [decision for decision in decisions if decision.rank != rank]
+
+    def rejoin_rank(self, rank: int) -> None:
+        """A rank that was dropped is back. It goes on where its lines stood."""
+        self._lost.pop(rank, None)
+        for group in self._groups_of_rank[rank]:
+            group.lost.discard(rank)
+
+    def set_label(self, rank: int, label: str) -> None:
+        """How messages name a rank beside its number, such as `host:pid`."""
+        self._labels[rank] = label
+
+    # ------------------------------------------------------------------ what is asked
+
+    def next_deadline(self) -> float | None:
+        """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
+        return self._next_deadline if self._pending else None
+
+    def is_waiting(self, rank: int) -> bool:
+        """Whether a vote of this rank is without an answer."""
+        return bool(self._pending_of_rank[rank])
+
+    def notices(self, now: float) -> list[Notice]:
+        """What the ranks that wait should log now, each at 5, 15, 30 and 60 s, then every 60 s. Call it after
+        `expire`; it also finds when both must be called next."""
+        due = []
+        texts: dict[int, str] = {}
+        self._next_deadline = None
+        for vote in self._pending.values():
+            if vote.next_notice() <= now:
+                while vote.next_notice() <= now:
+                    vote.notices += 1
+                component = vote.cells[0].component
+                if id(component) not in texts:
+                    texts[id(component)] = f"waiting for {self._describe_missing(component, now)}"
+                due.append(Notice(vote.rank, texts[id(component)], vote.request))
+            self._wake_at(vote.next_notice())
+            if vote.deadline is not None:
+                self._wake_at(vote.deadline)
+        for rank in self._contested:
+            for vote in self._pending_of_rank[rank]:
+                if vote.arrived + CYCLE_GRACE_S > now:
+                    self._wake_at(vote.arrived + CYCLE_GRACE_S)
+        return due
+
+    # ------------------------------------------------------------------ a vote arrives
+
+    def _refuse_what_is_out_of_order(self, rank: int, spans: list[Span]) -> None:
+        for group, start, end in spans:
+            frontier = group.frontier.get(rank, 0)
+            if start < frontier:
+                raise HandshakeProtocolError(
+                    f"rank {rank} voted out of order: its span [{start}, {end}) on {format_ranks(group.ranks)} starts "
+                    f"before {frontier}, where its last vote on that group ended. Count the collectives of one "
+                    f"process in one place, under one lock, and submit each count once",
+                    ranks=[rank],
+                    group=group.ranks,
+                    span=(start, end),
+                )
+        if rank in self._lost:
+            raise HandshakeProtocolError(f"rank {rank} voted after it was lost: {self._lost[rank]}", ranks=[rank])
+
+    def _settle_cells_passed(
+        self, rank: int, group: Group, start: int, now: float, decisions: list[Decision]
+    ) -> None:
+        """SPLIT for the open cells of `group` that `rank`, whose next span begins at `start`, never voted on."""
+        for cell in list(group.cells.values()):
+            if cell.end <= start and rank not in cell.voters and group.cells.get((cell.start, cell.end)) is cell:
+                span = f"[{cell.start}, {cell.end})"
+                finding = _Finding(
+                    Outcome.SPLIT,
+                    f"{self._name(rank)} has gone past {span} on {format_ranks(group.ranks)} without a vote there: "
+                    f"its next one starts at {start}. It issued these collectives outside a compiled graph, or "
+                    f"compiled a graph that the others lack",
+                    (rank,),
+                    group.ranks,
+                    (cell.start, cell.end),
+                )
+                self._settle(cell.component, finding, now, decisions)
+
+    def _finding_against(self, vote: _Vote) -> _Finding | None:
+        """Why `vote` and all that it is linked with can't be fat; None if nothing speaks against it so far."""
+        finding = None
+        voted_on = {span[0] for span in vote.spans}
+        belongs_to = self._groups_of_rank[vote.rank]
+        lacks = belongs_to - voted_on if len(belongs_to) > len(voted_on) else None
+        for group, start, end in vote.spans:
+            if group.lost:
+                return self._lost_finding(group, (start, end))
+            cell = group.cells.get((start, end))
+            if cell is None:
+                if finding is None and group.highest_frontier > start:
+                    finding = self._meets_other_span(vote, group, start, end)
+            elif finding is None:
+                if cell.component.fingerprint != vote.fingerprint:
+                    finding = self._fingerprints_differ(vote, cell)
+                elif (lacks and not cell.beside.isdisjoint(lacks)) or (
+                    cell.without and not cell.without.isdisjoint(voted_on)
+                ):
+                    finding = self._groups_differ(vote, cell, voted_on)
+        return finding
+
+    def _settle_with_all_linked(
+        self, vote: _Vote, finding: _Finding, now: float, decisions: list[Decision]
+    ) -> None:
+        """Answers `vote`, which opens and joins no cell, and the components that its spans overlap."""
+        decisions.append(self._decide(vote, finding, now))
+        for group, start, end in vote.spans:
+            group.last_split = finding.reason
+            for cell in list(group.cells.values()):
+                if cell.start < end and start < cell.end and group.cells.get((cell.start, cell.end)) is cell:
+                    self._settle(cell.component, finding, now, decisions)
+
+    def _join(self, vote: _Vote) -> tuple[_Component, list[_Cell]]:
+        """Puts `vote` into the cells of its spans, opening those that are new. Returns its component and the
+        cells that it opened."""
+        component: _Component | None = None
+        opened: list[_Cell] = []
+        for group, start, end in vote.spans:
+            cell = group.cells.get((start, end))
+            if cell is None:
+                if component is None:
+                    component = _Component(vote.fingerprint)
+                cell = group.cells[(start, end)] = _Cell(group, start, end, component)
+                component.cells.append(cell)
+                component.incomplete += 1
+                opened.append(cell)
+            elif component is None:
+                component = cell.component
+            elif component is not cell.component:
+                larger, smaller = component, cell.component
+                if len(smaller.cells) > len(larger.cells):
+                    larger, smaller = smaller, larger
+                larger.absorb(smaller)
+                component = larger
+            cell.voters[vote.rank] = vote
+            if len(cell.voters) == len(group.ranks):
+                component.incomplete -= 1
+            vote.cells.append(cell)
+        if component is None:
+            raise AssertionError("a vote without spans has no component")
+        component.votes.append(vote)
+        belongs_to = self._groups_of_rank[vote.rank]
+        if len(belongs_to) > 1:
+            voted_on = {span[0] for span in vote.spans}
+            lacks = belongs_to - voted_on
+            for cell in vote.cells:
+                cell.beside |= voted_on
+                cell.without |= lacks
+        self._pending[vote.number] = vote
+        self._pending_of_rank[vote.rank].append(vote)
+        return component, opened
+
+    # ------------------------------------------------------------------ settling
+
+    def _settle(
+        self, component: _Component, finding: _Finding | None, now: float, decisions: list[Decision]
+    ) -> None:
+        """Answers all votes of a component, FAT where there is no finding, and forgets it."""
+        for cell in component.cells:
+            del cell.group.cells[(cell.start, cell.end)]
+            if finding is not None:
+                cell.group.last_split = finding.reason
+        for vote in component.votes:
+            del self._pending[vote.number]
+            self._pending_of_rank[vote.rank].remove(vote)
+            decisions.append(self._decide(vote, finding, now))
+
+    @staticmethod
+    def _decide(vote: _Vote, finding: _Finding | None, now: float) -> Decision:
+        if finding is None:
+            return Decision(vote.rank, Outcome.FAT, "", vote.request)
+        return Decision(
+            vote.rank,
+            finding.outcome,
+            finding.reason,
+            vote.request,
+            finding.ranks,
+            finding.group,
+            finding.span,
+            now - vote.arrived,
+        )
+
+    # ------------------------------------------------------------------ wait cycles
+
+    def _cells_waiting_for(self, rank: int) -> Iterator[_Cell]:
+        for group in self._groups_of_rank[rank]:
+            if group.cells:
+                for cell in group.cells.values():
+                    if rank not in cell.voters:
+                        yield cell
+
+    def _is_contested(self, rank: int) -> bool:
+        return next(self._cells_waiting_for(rank), None) is not None
+
+    def _note_contested_members(self, cell: _Cell) -> None:
+        members = cell.group.members
+        waiting: Iterable[int]
+        if len(self._pending) < len(members):
+            waiting = [vote.rank for vote in self._pending.values() if vote.rank in members]
+        else:
+            waiting = [rank for rank in cell.group.ranks if self._pending_of_rank[rank]]
+        self._contested.update(rank for rank in waiting if rank not in cell.voters)
+
+    def _settle_wait_cycles(self, now: float, decisions: list[Decision]) -> None:
+        """SPLIT for the components that wait for one another in a cycle.
+
+        One component waits for another when it lacks the vote of a rank that is blocked in the other. Only contested
+        ranks make such a pair, and in a healthy job there are none.
+        """
+        self._contested = {
+            rank for rank in self._contested if self._pending_of_rank[rank] and self._is_contested(rank)
+        }
+        waits_for: dict[_Component, dict[_Component, int]] = {}
+        for rank in sorted(self._contested):
+            blocked_in = self._pending_of_rank[rank]
+            known_blocked = len(blocked_in) == 1 and blocked_in[0].blocking
+            stands_until = blocked_in[-1].arrived + CYCLE_GRACE_S
+            if not known_blocked and now < stands_until:
+                self._wake_at(stands_until)
+                continue
+            for cell in self._cells_waiting_for(rank):
+                for vote in blocked_in:
+                    waits_for.setdefault(cell.component, {})[vote.cells[0].component] = rank
+        reachable = {component: _reachable(component, waits_for) for component in waits_for}
+        in_cycle = {component for component in waits_for if component in reachable[component]}
+        while in_cycle:
+            start = in_cycle.pop()
+            together = {c for c in in_cycle if c in reachable[start] and start in reachable[c]} | {start}
+            in_cycle -= together
+            finding = self._cycle_finding(together, waits_for)
+            for component in sorted(together, key=lambda c: c.votes[0].number):
+                self._settle(component, finding, now, decisions)
+
+    # ------------------------------------------------------------------ saying why
+
+    def _name(self, rank: int) -> str:
+        label = self._labels.get(rank)
+        return f"rank {rank} ({label})" if label else f"rank {rank}"
+
+    def _fingerprints_differ(self, vote: _Vote, cell: _Cell) -> _Finding:
+        ranks_with: dict[str | bytes, list[int]] = {cell.component.fingerprint: sorted(cell.voters)}
+        ranks_with.setdefault(vote.fingerprint, []).append(vote.rank)
+        sides = "; ".join(f"{_show(print_)} on {format_ranks(ranks)}" for print_, ranks in ranks_with.items())
+        return _Finding(
+            Outcome.SPLIT,
+            f"fingerprints differ at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)}: {sides}",
+            (*sorted(cell.voters), vote.rank),
+            cell.group.ranks,
+            (cell.start, cell.end),
+        )
+
+    def _groups_differ(self, vote: _Vote, cell: _Cell, voted_on: set[Group]) -> _Finding:
+        for other in cell.voters.values():
+            others_groups = {span[0] for span in other.spans}
+            for group in others_groups ^ voted_on:
+                if vote.rank in group.members and other.rank in group.members:
+                    has, lacks = (vote, other) if group in voted_on else (other, vote)
+                    return _Finding(
+                        Outcome.SPLIT,
+                        f"at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)} the graph of "
+                        f"{self._name(has.rank)} also has collectives on {format_ranks(group.ranks)}, and that of "
+                        f"{self._name(lacks.rank)} has none there",
+                        (has.rank, lacks.rank),
+                        cell.group.ranks,
+                        (cell.start, cell.end),
+                    )
+        raise AssertionError("a disagreement about groups that no pair of votes shows")
+
+    def _meets_other_span(self, vote: _Vote, group: Group, start: int, end: int) -> _Finding:
+        span = f"[{start}, {end}) on {format_ranks(group.ranks)}"
+        for cell in group.cells.values():
+            if cell.start < end and start < cell.end:
+                return _Finding(
+                    Outcome.SPLIT,
+                    f"the graph of {self._name(vote.rank)} takes {span}, that of {format_ranks(cell.voters)} takes "
+                    f"[{cell.start}, {cell.end}): they hold different numbers of collectives, or started at "
+                    f"different positions",
+                    (*sorted(cell.voters), vote.rank),
+                    group.ranks,
+                    (start, end),
+                )
+        ahead = [rank for rank in group.ranks if group.frontier.get(rank, 0) > start]
+        before = f" ({group.last_split})" if group.last_split and not group.last_split.startswith("late at") else ""
+        return _Finding(
+            Outcome.SPLIT,
+            f"late at {span}: {format_ranks(ahead)} met it without this vote and went on split{before}",
+            tuple(ahead),
+            group.ranks,
+            (start, end),
+        )
+
+    def _lost_finding(self, group: Group, span: tuple[int, int]) -> _Finding:
+        lost = sorted(group.lost)
+        causes = "; ".join(f"{self._name(rank)}: {self._lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
+        return _Finding(
+            Outcome.PEER_LOST,
+            f"{format_ranks(lost)} of {format_ranks(group.ranks)} is gone at [{span[0]}, {span[1]}): {causes}. "
+            f"Look at the end of the log of {format_ranks(lost)}, and restart the job",
+            tuple(lost),
+            group.ranks,
+            span,
+        )
+
+    def _timeout_finding(self, component: _Component, now: float) -> _Finding:
+        cell = next(cell for cell in component.cells if len(cell.voters) < len(cell.group.ranks))
+        missing = {rank for open_cell in component.cells for rank in open_cell.missing()}
+        return _Finding(
+            Outcome.TIMEOUT,
+            f"gave up waiting for {self._describe_missing(component, now)}",
+            tuple(sorted(missing)),
+            cell.group.ranks,
+            (cell.start, cell.end),
+        )
+
+    def _describe_missing(self, component: _Component, now: float) -> str:
+        missing_of: dict[int, _Cell] = {}
+        for cell in component.cells:
+            for rank in cell.missing():
+                missing_of.setdefault(rank, cell)
+        cell = next(iter(missing_of.values()))
+        seen = [f"{self._name(rank)} {self._last_seen(rank, now)}" for rank in sorted(missing_of)[:MAX_RANKS_LAST_SEEN]]
+        more = len(missing_of) - len(seen)
+        if more:
+            seen.append(f"and {more} more")
+        voters = {vote.rank for vote in component.votes}
+        return (
+            f"{format_ranks(missing_of)} at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)} "
+            f"({format_ranks(voters)} voted): {'; '.join(seen)}"
+        )
+
+    def _last_seen(self, rank: int, now: float) -> str:
+        last = self._last_vote[rank]
+        if last is None:
+            return "has not voted yet" if rank in self._labels else "has neither connected nor voted yet"
+        when, spans = last
+        where = ", ".join(f"[{start}, {end}) on {format_ranks(group.ranks)}" for group, start, end in spans[:2])
+        state = "still waits in" if self._pending_of_rank[rank] else "last voted on"
+        return f"{state} {where}, {now - when:.1f} s ago"
+
+    def _cycle_finding(
+        self, together: set[_Component], waits_for: dict[_Component, dict[_Component, int]]
+    ) -> _Finding:
+        blocked: dict[int, _Cell] = {}
+        for component in together:
+            for other, rank in waits_for[component].items():
+                if other in together:
+                    blocked[rank] = self._pending_of_rank[rank][0].cells[0]
+        described = ", ".join(
+            f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)}"
+            for rank, cell in sorted(blocked.items())[:MAX_RANKS_LAST_SEEN]
+        )
+        first = blocked[min(blocked)]
+        return _Finding(
+            Outcome.SPLIT,
+            f"{format_ranks(blocked)} wait for one another in a cycle: {described}. "
+            f"They issue collectives on these groups in different orders",
+            tuple(sorted(blocked)),
+            first.group.ranks,
+            (first.start, first.end),
+        )
+
+    def _wake_at(self, when: float) -> None:
+        if self._next_deadline is None or when < self._next_deadline:
+            self._next_deadline = when
+
+
+def _reachable(start: _Component, edges: dict[_Component, dict[_Component, int]]) -> set[_Component]:
+    found: set[_Component] = set()
+    frontier = [start]
+    while frontier:
+        for following in edges.get(frontier.pop(), ()):
+            if following not in found:
+                found.add(following)
+                frontier.append(following)
+    return found
+
+
+def _show(fingerprint: str | bytes) -> str:
+    text = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
+    return text[:12] + ("…" if len(text) > 12 else "")
