@@ -104,7 +104,7 @@ class Notice(NamedTuple):
 class Group:
     """A process group's line: how far each member has got, and the cells that are open."""
 
-    __slots__ = ("cells", "frontier", "highest_frontier", "last_split", "lost", "members", "ranks")
+    __slots__ = ("_name", "cells", "frontier", "highest_frontier", "last_finding", "lost", "members", "ranks")
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -113,7 +113,15 @@ class Group:
         self.highest_frontier = 0
         self.cells: dict[tuple[int, int], _Cell] = {}
         self.lost: set[int] = set()
-        self.last_split = ""
+        self.last_finding: tuple[int, int, _Finding] | None = None  # (start, end, why it was not fat)
+        self._name = ""
+
+    @property
+    def name(self) -> str:
+        """`ranks 0-3`; made once, since there may be thousands of ranks."""
+        if not self._name:
+            self._name = format_ranks(self.ranks)
+        return self._name
 
 
 Span = tuple[Group, int, int]
@@ -414,7 +422,7 @@ class _CollectiveHandshakeConsensus:
             frontier = group.frontier.get(rank, 0)
             if start < frontier:
                 raise HandshakeProtocolError(
-                    f"rank {rank} voted out of order: its span [{start}, {end}) on {format_ranks(group.ranks)} starts "
+                    f"rank {rank} voted out of order: its span [{start}, {end}) on {group.name} starts "
                     f"before {frontier}, where its last vote on that group ended. Count the collectives of one "
                     f"process in one place, under one lock, and submit each count once",
                     ranks=[rank],
@@ -433,7 +441,7 @@ class _CollectiveHandshakeConsensus:
                 span = f"[{cell.start}, {cell.end})"
                 finding = _Finding(
                     Outcome.SPLIT,
-                    f"{self._name(rank)} has gone past {span} on {format_ranks(group.ranks)} without a vote there: "
+                    f"{self._name(rank)} has gone past {span} on {group.name} without a vote there: "
                     f"its next one starts at {start}. It issued these collectives outside a compiled graph, or "
                     f"compiled a graph that the others lack",
                     (rank,),
@@ -470,7 +478,7 @@ class _CollectiveHandshakeConsensus:
         """Answers `vote`, which opens and joins no cell, and the components that its spans overlap."""
         decisions.append(self._decide(vote, finding, now))
         for group, start, end in vote.spans:
-            group.last_split = finding.reason
+            group.last_finding = (start, end, finding)
             for cell in list(group.cells.values()):
                 if cell.start < end and start < cell.end and group.cells.get((cell.start, cell.end)) is cell:
                     self._settle(cell.component, finding, now, decisions)
@@ -524,7 +532,7 @@ class _CollectiveHandshakeConsensus:
         for cell in component.cells:
             del cell.group.cells[(cell.start, cell.end)]
             if finding is not None:
-                cell.group.last_split = finding.reason
+                cell.group.last_finding = (cell.start, cell.end, finding)
         for vote in component.votes:
             del self._pending[vote.number]
             self._pending_of_rank[vote.rank].remove(vote)
@@ -608,7 +616,7 @@ class _CollectiveHandshakeConsensus:
         sides = "; ".join(f"{_show(print_)} on {format_ranks(ranks)}" for print_, ranks in ranks_with.items())
         return _Finding(
             Outcome.SPLIT,
-            f"fingerprints differ at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)}: {sides}",
+            f"fingerprints differ at [{cell.start}, {cell.end}) on {cell.group.name}: {sides}",
             (*sorted(cell.voters), vote.rank),
             cell.group.ranks,
             (cell.start, cell.end),
@@ -622,8 +630,8 @@ class _CollectiveHandshakeConsensus:
                     has, lacks = (vote, other) if group in voted_on else (other, vote)
                     return _Finding(
                         Outcome.SPLIT,
-                        f"at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)} the graph of "
-                        f"{self._name(has.rank)} also has collectives on {format_ranks(group.ranks)}, and that of "
+                        f"at [{cell.start}, {cell.end}) on {cell.group.name} the graph of "
+                        f"{self._name(has.rank)} also has collectives on {group.name}, and that of "
                         f"{self._name(lacks.rank)} has none there",
                         (has.rank, lacks.rank),
                         cell.group.ranks,
@@ -632,7 +640,7 @@ class _CollectiveHandshakeConsensus:
         raise AssertionError("a disagreement about groups that no pair of votes shows")
 
     def _meets_other_span(self, vote: _Vote, group: Group, start: int, end: int) -> _Finding:
-        span = f"[{start}, {end}) on {format_ranks(group.ranks)}"
+        span = f"[{start}, {end}) on {group.name}"
         for cell in group.cells.values():
             if cell.start < end and start < cell.end:
                 return _Finding(
@@ -644,12 +652,25 @@ class _CollectiveHandshakeConsensus:
                     group.ranks,
                     (start, end),
                 )
-        ahead = [rank for rank in group.ranks if group.frontier.get(rank, 0) > start]
-        before = f" ({group.last_split})" if group.last_split and not group.last_split.startswith("late at") else ""
+        # Nobody is counted here: thousands of latecomers may each come this way.
+        if group.last_finding is not None:
+            last_start, last_end, finding = group.last_finding
+            if last_start < end and start < last_end:
+                if finding.outcome is Outcome.SPLIT:
+                    return finding
+                return _Finding(
+                    Outcome.SPLIT,
+                    f"{self._name(vote.rank)} is late at {span}: the others had {finding.outcome.name} there "
+                    f"({finding.reason})",
+                    (vote.rank,),
+                    group.ranks,
+                    (start, end),
+                )
         return _Finding(
             Outcome.SPLIT,
-            f"late at {span}: {format_ranks(ahead)} met it without this vote and went on split{before}",
-            tuple(ahead),
+            f"{self._name(vote.rank)} is late at {span}: another rank is at {group.highest_frontier} already, and "
+            f"had no vote of the same span",
+            (vote.rank,),
             group.ranks,
             (start, end),
         )
@@ -659,7 +680,7 @@ class _CollectiveHandshakeConsensus:
         causes = "; ".join(f"{self._name(rank)}: {self._lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
         return _Finding(
             Outcome.PEER_LOST,
-            f"{format_ranks(lost)} of {format_ranks(group.ranks)} is gone at [{span[0]}, {span[1]}): {causes}. "
+            f"{format_ranks(lost)} of {group.name} is gone at [{span[0]}, {span[1]}): {causes}. "
             f"Look at the end of the log of {format_ranks(lost)}, and restart the job",
             tuple(lost),
             group.ranks,
@@ -689,7 +710,7 @@ class _CollectiveHandshakeConsensus:
             seen.append(f"and {more} more")
         voters = {vote.rank for vote in component.votes}
         return (
-            f"{format_ranks(missing_of)} at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)} "
+            f"{format_ranks(missing_of)} at [{cell.start}, {cell.end}) on {cell.group.name} "
             f"({format_ranks(voters)} voted): {'; '.join(seen)}"
         )
 
@@ -698,7 +719,7 @@ class _CollectiveHandshakeConsensus:
         if last is None:
             return "has not voted yet" if rank in self._labels else "has neither connected nor voted yet"
         when, spans = last
-        where = ", ".join(f"[{start}, {end}) on {format_ranks(group.ranks)}" for group, start, end in spans[:2])
+        where = ", ".join(f"[{start}, {end}) on {group.name}" for group, start, end in spans[:2])
         state = "still waits in" if self._pending_of_rank[rank] else "last voted on"
         return f"{state} {where}, {now - when:.1f} s ago"
 
@@ -711,7 +732,7 @@ class _CollectiveHandshakeConsensus:
                 if other in together:
                     blocked[rank] = self._pending_of_rank[rank][0].cells[0]
         described = ", ".join(
-            f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {format_ranks(cell.group.ranks)}"
+            f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {cell.group.name}"
             for rank, cell in sorted(blocked.items())[:MAX_RANKS_LAST_SEEN]
         )
         first = blocked[min(blocked)]

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows a split: which votes belong together, the rounds of a partial plan, and the graphs to compare.
+
+The consensus machine answers SPLIT and forgets. Here the votes of one split component are kept together for a while,
+in a `Record`, for two purposes. No socket, no clock, no thread.
+
+*The exchange.* Ranks whose votes were marked `partial` go on to look for the part that their graphs have in common.
+That takes four rounds, each a gathering of all the ranks of the component, answered to all of them at once:
+
+    REFERENCE   complete when every member of every group has voted the same span; says who the reference rank is
+    SHARE       the reference rank's payload, to all the others
+    INTERSECT   the bitwise AND of everybody's bitmap
+    AGREE       whether all gave the same digest
+
+Only a yes in AGREE lets anybody run anything fat. An exchange is called off for all, in one step, as soon as it can't
+complete: spans differ, a rank does not take part, is lost, has gone past, or is blocked in another vote. The ranks
+run skinny then, as they would without it; waiting for a plan never makes a cycle of waits.
+
+*The report.* One graph for each distinct fingerprint is asked for, so that the difference can be explained.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+if __package__:
+    from ._consensus import Group, Span
+    from ._protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
+    from ._types import format_ranks
+else:
+    from _consensus import Group, Span
+    from _protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
+    from _types import format_ranks
+
+# Split components that are kept at once. A job that splits at every step settles one before the next; this many
+# means that their ranks never come, and the oldest are given up.
+MAX_RECORDS = 256
+# Graphs that one report compares; with one variant for each rank, further ones show nothing new.
+MAX_VARIANTS = 64
+# A report is made when the component is complete and its graphs are in, or so long after the split.
+REPORT_WAIT_S = 10.0
+# How long a record is kept for latecomers, where no timeout is set.
+RECORD_KEPT_S = 60.0
+
+_RANK = struct.Struct("!I")
+
+
+class SplitVote(NamedTuple):
+    """One vote that was answered SPLIT. `number` is the rank's own number of it."""
+
+    rank: int
+    number: int
+    spans: list[Span]
+    digest: bytes
+    partial: bool
+    has_graph: bool
+
+
+class Reply(NamedTuple):
+    """What to tell one rank of an exchange: the outcome of a round; `ok` is False when it is called off."""
+
+    rank: int
+    exchange: int
+    round: int
+    ok: bool
+    payload: bytes
+
+
+class Record:
+    """One split component."""
+
+    __slots__ = (
+        "agreed",
+        "bitmap",
+        "graphs",
+        "heard",
+        "kept_until",
+        "missing",
+        "number",
+        "opened",
+        "plan",
+        "promised",
+        "reason",
+        "reference",
+        "report_due",
+        "round",
+        "voters_at",
+        "votes",
+    )
+
+    def __init__(self, number: int, reason: str, now: float, kept_until: float) -> None:
+        self.number = number
+        self.reason = reason
+        self.opened = now
+        self.kept_until = kept_until
+        self.votes: dict[int, SplitVote] = {}
+        self.voters_at: dict[Span, set[int]] = {}
+        self.missing: set[int] = set()
+        # The exchange: open until it is agreed or called off.
+        self.plan = True
+        self.promised: list[int] = []  # ranks that wait for its outcome
+        self.reference = -1
+        self.round = REFERENCE
+        self.heard: set[int] = set()
+        self.bitmap = b""
+        self.agreed: set[bytes] = set()
+        # The report: the graph of each fingerprint, None until it arrives.
+        self.graphs: dict[bytes, bytes | None] = {}
+        self.report_due: float | None = None
+
+    def overlaps(self, spans: list[Span]) -> bool:
+        """Whether any of the spans meets one of the component's."""
+        return any(
+            group is mine and start < end_of_mine and start_of_mine < end
+            for group, start, end in spans
+            for mine, start_of_mine, end_of_mine in self.voters_at
+        )
+
+    def variants(self) -> dict[bytes, list[int]]:
+        """The ranks of each fingerprint, the largest set first, then by lowest rank."""
+        ranks: dict[bytes, list[int]] = {}
+        for rank in sorted(self.votes):
+            ranks.setdefault(self.votes[rank].digest, []).append(rank)
+        return dict(sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0])))
+
+    def graphs_are_in(self) -> bool:
+        """Whether all members have voted and every graph that was asked for has arrived."""
+        return not self.missing and None not in self.graphs.values()
+
+
+class Splits:
+    """The split components of a job, and their exchanges."""
+
+    def __init__(self, timeout_s: float | None, explain: bool) -> None:
+        """
+        Args:
+            timeout_s: how long ranks wait in an exchange for the others, in seconds.
+            explain: whether graphs are asked for and reports made.
+        """
+        self._kept_s = RECORD_KEPT_S if timeout_s is None else timeout_s
+        self._explain = explain
+        self._records: dict[int, Record] = {}
+        self._numbers = 0
+
+    # ------------------------------------------------------------------ votes
+
+    def add(self, vote: SplitVote, reason: str, now: float) -> tuple[Record, list[Reply]]:
+        """Takes a vote that was answered SPLIT. Returns its record, and what ranks must be told because of it.
+
+        If the record's `plan` is still open afterwards, and the vote is partial, its rank takes part in the
+        exchange of that number.
+        """
+        replies: list[Reply] = []
+        met = [record for record in self._records.values() if record.overlaps(vote.spans)]
+        if met:
+            record = met[0]
+            for other in met[1:]:
+                replies += self._call_off(other, "its ranks met those of another split")
+        else:
+            self._make_room(replies)
+            self._numbers += 1
+            record = self._records[self._numbers] = Record(self._numbers, reason, now, now + self._kept_s)
+            if self._explain:
+                record.report_due = now + REPORT_WAIT_S
+        replies += self._include(record, vote)
+        if len(met) > 1:
+            replies += self._call_off(record, "its ranks met those of another split")
+        if record.plan:
+            record.promised.append(vote.rank)
+            if not record.missing:
+                replies += self._name_reference(record)
+        return record, replies
+
+    def note_vote(self, rank: int) -> list[Reply]:
+        """A rank has cast a vote that belongs to no record: exchanges that wait for it can't complete."""
+        replies: list[Reply] = []
+        for record in self._open_plans():
+            if rank in record.missing:
+                replies += self._call_off(record, f"rank {rank} voted elsewhere")
+        return replies
+
+    def drop_rank(self, rank: int) -> list[Reply]:
+        """A rank is gone."""
+        replies: list[Reply] = []
+        for record in self._open_plans():
+            if rank in record.missing or rank in record.votes:
+                replies += self._call_off(record, f"rank {rank} is gone")
+        return replies
+
+    def expire(self, now: float) -> list[Reply]:
+        """Calls off the exchanges, and forgets the records, whose time is up."""
+        replies: list[Reply] = []
+        for record in list(self._records.values()):
+            if record.kept_until <= now:
+                replies += self._call_off(record, f"{format_ranks(record.missing)} did not come in time")
+                if record.report_due is None:
+                    del self._records[record.number]
+        return replies
+
+    def next_deadline(self) -> float | None:
+        """When `expire` or `reports_due` should be called next, or None."""
+        deadlines = [record.kept_until for record in self._records.values()]
+        deadlines += [record.report_due for record in self._records.values() if record.report_due is not None]
+        return min(deadlines, default=None)
+
+    # ------------------------------------------------------------------ exchanges
+
+    def contribute(self, rank: int, exchange: int, round_number: int, payload: bytes) -> list[Reply]:
+        """Takes one rank's part in one round. A part that comes too late, or that nobody asked for, calls the
+        exchange off."""
+        record = self._records.get(exchange)
+        if record is None or not record.plan or rank not in record.votes:
+            return []  # it was called off, and the rank has been told
+        if round_number == ABORT:
+            return self._call_off(record, f"rank {rank} can't go on: {payload.decode('utf-8', 'replace')}")
+        if round_number != record.round or rank in record.heard:
+            return self._call_off(record, f"rank {rank} is out of step")
+        if round_number == SHARE:
+            if rank != record.reference:
+                return self._call_off(record, f"rank {rank} is not the reference rank")
+            return self._complete(record, INTERSECT, {other: payload for other in record.votes if other != rank})
+        if round_number == INTERSECT:
+            if record.heard and len(payload) != len(record.bitmap):
+                return self._call_off(record, f"rank {rank} has a bitmap of another length")
+            record.bitmap = _and(record.bitmap, payload) if record.heard else payload
+        else:
+            record.agreed.add(payload)
+        record.heard.add(rank)
+        if len(record.heard) < len(record.votes):
+            return []
+        if round_number == INTERSECT:
+            return self._complete(record, AGREE, dict.fromkeys(record.votes, record.bitmap))
+        verdict = b"\x01" if len(record.agreed) == 1 else b"\x00"
+        replies = self._complete(record, ABORT, dict.fromkeys(record.votes, verdict))
+        record.plan = False
+        return replies
+
+    # ------------------------------------------------------------------ reports
+
+    def asks_for_graph(self, record: Record, vote: SplitVote) -> bool:
+        """Whether this vote's rank should send its graph: it is the first with its fingerprint."""
+        if not (self._explain and vote.has_graph) or vote.digest in record.graphs or record.report_due is None:
+            return False
+        if len(record.graphs) >= MAX_VARIANTS:
+            return False
+        record.graphs[vote.digest] = None
+        return True
+
+    def add_graph(self, rank: int, vote_number: int, compressed: bytes) -> None:
+        """A graph that was asked for. Others are ignored."""
+        for record in self._records.values():
+            vote = record.votes.get(rank)
+            if vote is not None and vote.number == vote_number and record.graphs.get(vote.digest, b"") is None:
+                record.graphs[vote.digest] = compressed
+
+    def reports_due(self, now: float) -> list[Record]:
+        """The records whose report can be made now. Each is returned once."""
+        due = []
+        for record in self._records.values():
+            if record.report_due is not None and (record.report_due <= now or record.graphs_are_in()):
+                record.report_due = None
+                due.append(record)
+        return due
+
+    # ------------------------------------------------------------------ within
+
+    def _open_plans(self) -> Iterator[Record]:
+        return (record for record in self._records.values() if record.plan)
+
+    def _include(self, record: Record, vote: SplitVote) -> list[Reply]:
+        """Puts the vote into the record, and finds whether the record can still have a plan."""
+        why_not = ""
+        if vote.rank in record.votes:
+            why_not = f"rank {vote.rank} takes part with two graphs"
+        elif not vote.partial:
+            why_not = f"rank {vote.rank} does not take part"
+        record.votes[vote.rank] = vote
+        record.missing.discard(vote.rank)
+        for span in vote.spans:
+            group, start, end = span
+            voters = record.voters_at.get(span)
+            if voters is None:
+                if any(g is group and s < end and start < e for g, s, e in record.voters_at):
+                    why_not = why_not or "spans differ"
+                voters = record.voters_at[span] = set()
+                newly_missing = group.members - record.votes.keys()
+                record.missing |= newly_missing
+                why_not = why_not or _gone_past(group, start, newly_missing)
+                if any(other in group.members and span not in their.spans for other, their in record.votes.items()):
+                    why_not = why_not or "spans differ"
+            voters.add(vote.rank)
+        for group, start, end in record.voters_at:
+            if vote.rank in group.members and (group, start, end) not in vote.spans:
+                why_not = why_not or "spans differ"
+        return self._call_off(record, why_not) if why_not else []
+
+    def _call_off(self, record: Record, why: str) -> list[Reply]:
+        if not record.plan:
+            return []
+        record.plan = False
+        return [Reply(rank, record.number, ABORT, False, why.encode()) for rank in record.promised]
+
+    def _name_reference(self, record: Record) -> list[Reply]:
+        record.reference = next(iter(record.variants().values()))[0]
+        return self._complete(record, SHARE, dict.fromkeys(record.votes, _RANK.pack(record.reference)))
+
+    @staticmethod
+    def _complete(record: Record, next_round: int, payloads: dict[int, bytes]) -> list[Reply]:
+        finished, record.round = record.round, next_round
+        record.heard = set()
+        return [Reply(rank, record.number, finished, True, payload) for rank, payload in payloads.items()]
+
+    def _make_room(self, replies: list[Reply]) -> None:
+        while len(self._records) >= MAX_RECORDS:
+            oldest = self._records.pop(next(iter(self._records)))
+            replies += self._call_off(oldest, "too many splits are open")
+
+
+def _gone_past(group: Group, start: int, ranks: Iterable[int]) -> str:
+    past = [rank for rank in ranks if group.frontier.get(rank, 0) > start]
+    return f"{format_ranks(past)} has gone past" if past else ""
+
+
+def _and(left: bytes, right: bytes) -> bytes:
+    return (int.from_bytes(left, "big") & int.from_bytes(right, "big")).to_bytes(len(left), "big")
