@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -94,8 +95,9 @@ def _environment(import_folder: Path, **variables: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(import_folder)} | variables
 
 
-def test_there_is_something_to_check() -> None:
-    assert "_types.py" in [path.name for path in MODULES]
+def test_every_module_is_packaged() -> None:
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert sorted(settings["tool"]["setuptools"]["py-modules"]) == sorted(path.stem for path in MODULES)
 
 
 def test_suite_passes_on_a_vendored_copy(vendored: Path, tmp_path: Path) -> None:
