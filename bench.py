@@ -198,7 +198,7 @@ def _star_server(pipe: Connection, ranks: int, vote_bytes: int, verdict_bytes: i
     with socket.create_server(("127.0.0.1", 0), backlog=ranks) as listener:
         pipe.send(listener.getsockname())
         clients = [listener.accept()[0] for _ in range(ranks)]
-    missing = {client: vote_bytes for client in clients}
+    missing = dict.fromkeys(clients, vote_bytes)
     for client in clients:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         selector.register(client, selectors.EVENT_READ, client)
