@@ -7,6 +7,7 @@ the names of our own modules. All of them raise when they are imported.
 """
 
 import ast
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -101,6 +102,7 @@ def test_every_module_is_packaged() -> None:
 
 
 def test_suite_passes_on_a_vendored_copy(vendored: Path, tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # this one takes long; it has a limit of its own
     suite = [
         *(sys.executable, "-P", "-m", "pytest", "-c", str(PROJECT / "pyproject.toml"), "--rootdir", str(PROJECT)),
         *("-q", "-p", "no:cacheprovider", "-m", "not flat_only", str(TESTS)),
