@@ -238,8 +238,8 @@ def goodbye(reason: str) -> bytes:
 
 def group(number: int, ranks: Sequence[int]) -> bytes:
     """Declares a group. Ranks travel as runs (first, count, step): a world, a row or a column of a mesh is one run."""
-    runs = _runs(ranks)
-    return frame(GROUP, _GROUP.pack(number, len(runs)), *(_RUN.pack(*run) for run in runs))
+    encoded = [_RUN.pack(*run) for run in runs(ranks)]
+    return frame(GROUP, _GROUP.pack(number, len(encoded)), *encoded)
 
 
 def vote(number: int, flags: int, digest: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
@@ -294,8 +294,9 @@ def _text(text: str) -> bytes:
     return text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
 
 
-def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    runs: list[tuple[int, int, int]] = []
+def runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ascending ranks as runs of (first, count, step)."""
+    found: list[tuple[int, int, int]] = []
     place = 0
     while place < len(ranks):
         first, count, step = ranks[place], 1, 1
@@ -303,9 +304,25 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
             step = ranks[place + 1] - first
             while place + count < len(ranks) and ranks[place + count] == first + count * step:
                 count += 1
-        runs.append((first, count, step))
+        found.append((first, count, step))
         place += count
-    return runs
+    return found
+
+
+def ranks_of(encoded: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that `runs` encoded.
+
+    Raises:
+        HandshakeProtocolError: a run is empty, or the ranks are more than `MAX_WORLD_SIZE` or reach beyond it.
+    """
+    if sum(count for _, count, _ in encoded) > MAX_WORLD_SIZE:
+        raise HandshakeProtocolError(f"a group of more than {MAX_WORLD_SIZE} ranks")
+    ranks: list[int] = []
+    for first, count, step in encoded:
+        if count < 1 or step < 1 or first + (count - 1) * step >= MAX_WORLD_SIZE:
+            raise HandshakeProtocolError(f"ranks that are none: {count} from {first} in steps of {step}")
+        ranks += range(first, first + count * step, step)
+    return tuple(ranks)
 
 
 # ---------------------------------------------------------------------- bytes to messages
@@ -373,22 +390,9 @@ def _decode_hello(body: bytes) -> Hello:
 
 def _decode_group(body: bytes) -> GroupDeclared:
     number, count = _GROUP.unpack_from(body)
-    runs = [_RUN.unpack_from(body, _GROUP.size + place * _RUN.size) for place in range(_exactly(count, body))]
-    if sum(run[1] for run in runs) > MAX_WORLD_SIZE or any(run[0] + run[1] * run[2] > 2 * MAX_WORLD_SIZE for run in runs):
-        raise HandshakeProtocolError(f"a group reaches beyond {MAX_WORLD_SIZE} ranks")
-    return GroupDeclared(number, tuple(rank for first, size, step in runs for rank in _run(first, size, step)))
-
-
-def _exactly(count: int, body: bytes) -> int:
     if len(body) != _GROUP.size + count * _RUN.size:
         raise HandshakeProtocolError(f"a group of {count} runs in {len(body)} bytes")
-    return count
-
-
-def _run(first: int, size: int, step: int) -> range:
-    if not size or not step:
-        raise HandshakeProtocolError("an empty run of ranks")
-    return range(first, first + size * step, step)
+    return GroupDeclared(number, ranks_of(list(_RUN.iter_unpack(body[_GROUP.size :]))))
 
 
 def _decode_vote(body: bytes) -> Vote:
@@ -419,7 +423,13 @@ def _decode_exchange(body: bytes) -> Exchange:
     payload = body[_EXCHANGE.size :]
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise HandshakeProtocolError(f"a payload of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are allowed")
-    return Exchange(*_EXCHANGE.unpack_from(body), payload)
+    number, round_number = _EXCHANGE.unpack_from(body)
+    return Exchange(number, round_number, payload)
+
+
+def _decode_result(body: bytes) -> Result:
+    number, round_number, ok = _RESULT.unpack_from(body)
+    return Result(number, round_number, ok, body[_RESULT.size :])
 
 
 _DECODERS: dict[int, Callable[[bytes], Message]] = {
@@ -436,5 +446,5 @@ _DECODERS: dict[int, Callable[[bytes], Message]] = {
     GRAPH: _decode_graph,
     REPORT: lambda body: Report(_facts(body)),
     EXCHANGE: _decode_exchange,
-    RESULT: lambda body: Result(*_RESULT.unpack_from(body), body[_RESULT.size :]),
+    RESULT: _decode_result,
 }

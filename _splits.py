@@ -169,6 +169,7 @@ class Splits:
             record.promised.append(vote.rank)
             if not record.missing:
                 replies += self._name_reference(record)
+        self._forget_if_done(record)
         return record, replies
 
     def note_vote(self, rank: int) -> list[Reply]:
@@ -194,7 +195,7 @@ class Splits:
             if record.kept_until <= now:
                 replies += self._call_off(record, f"{format_ranks(record.missing)} did not come in time")
                 if record.report_due is None:
-                    del self._records[record.number]
+                    self._records.pop(record.number, None)
         return replies
 
     def next_deadline(self) -> float | None:
@@ -231,8 +232,9 @@ class Splits:
         if round_number == INTERSECT:
             return self._complete(record, AGREE, dict.fromkeys(record.votes, record.bitmap))
         verdict = b"\x01" if len(record.agreed) == 1 else b"\x00"
-        replies = self._complete(record, ABORT, dict.fromkeys(record.votes, verdict))
+        replies = self._complete(record, AGREE, dict.fromkeys(record.votes, verdict))
         record.plan = False
+        self._forget_if_done(record)
         return replies
 
     # ------------------------------------------------------------------ reports
@@ -260,12 +262,19 @@ class Splits:
             if record.report_due is not None and (record.report_due <= now or record.graphs_are_in()):
                 record.report_due = None
                 due.append(record)
+        for record in due:
+            self._forget_if_done(record)
         return due
 
     # ------------------------------------------------------------------ within
 
+    @property
+    def has_open_plans(self) -> bool:
+        """Whether any exchange is under way."""
+        return any(record.plan for record in self._records.values())
+
     def _open_plans(self) -> Iterator[Record]:
-        return (record for record in self._records.values() if record.plan)
+        return iter([record for record in self._records.values() if record.plan])
 
     def _include(self, record: Record, vote: SplitVote) -> list[Reply]:
         """Puts the vote into the record, and finds whether the record can still have a plan."""
@@ -298,6 +307,7 @@ class Splits:
         if not record.plan:
             return []
         record.plan = False
+        self._forget_if_done(record)
         return [Reply(rank, record.number, ABORT, False, why.encode()) for rank in record.promised]
 
     def _name_reference(self, record: Record) -> list[Reply]:
@@ -309,6 +319,11 @@ class Splits:
         finished, record.round = record.round, next_round
         record.heard = set()
         return [Reply(rank, record.number, finished, True, payload) for rank, payload in payloads.items()]
+
+    def _forget_if_done(self, record: Record) -> None:
+        """Forgets a record once nobody can still join it and nothing is left to do for it."""
+        if not record.missing and not record.plan and record.report_due is None:
+            self._records.pop(record.number, None)
 
     def _make_room(self, replies: list[Reply]) -> None:
         while len(self._records) >= MAX_RECORDS:

@@ -1,0 +1,774 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator: connections, timers and the state machines, in one loop on a selector.
+
+It runs in a child process of the coordinator rank, because a thread beside a busy Python main thread waits up to
+5 ms for the interpreter lock at every message. The child is started isolated: no environment variable, working directory or
+site-packages adds to its `sys.path`, and it loads these files, by path, as submodules of a package of its own.
+So a stranger's `multiprocessing.py` that lies beside them is never imported by accident.
+
+It ends when its control channel is closed or its parent process dies, whichever comes first. Where no child can be
+started the same `Server` runs in a thread.
+"""
+
+import errno
+import json
+import logging
+import os
+import selectors
+import socket
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+if __package__:
+    from . import _protocol
+    from ._consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
+    from ._splits import Record, Reply, Splits, SplitVote
+    from ._types import HandshakeError, HandshakeProtocolError, ProcessGroupId, format_ranks
+else:
+    import _protocol
+    from _consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
+    from _splits import Record, Reply, Splits, SplitVote
+    from _types import HandshakeError, HandshakeProtocolError, ProcessGroupId, format_ranks
+
+logger = logging.getLogger("torch_tpu.handshake")
+
+# A connection that has not said who it is by then is closed.
+HELLO_WITHIN_S = 10.0
+# Connections beyond the world's ranks: strangers, and ranks that connect again before the old connection is gone.
+MAX_STRANGERS = 64
+# What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
+MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
+# Bytes that one read takes; a vote is 40.
+READ_BYTES = 65536
+# After running out of file descriptors, connections wait so long to be accepted.
+ACCEPT_AGAIN_S = 1.0
+# How often the parent is looked at where the kernel can't tell that it died (no pidfd).
+LOOK_AT_PARENT_S = 0.5
+# What the last bytes (a goodbye) may take.
+CLOSE_WITHIN_S = 1.0
+# Votes of one rank that wait at once: one a thread, some more with submit_async. More is a runaway loop.
+MAX_VOTES_UNDER_WAY = 1024
+# How many of a group's last handshakes a report mentions.
+HANDSHAKES_BEFORE = 5
+# Report processes at once; further reports wait.
+MAX_REPORT_PROCESSES = 1
+# How long the comparison of graphs may take.
+REPORT_WITHIN_S = 120.0
+# A graph's text, decompressed; the rest is cut, and the report says so.
+MAX_GRAPH_TEXT_BYTES = 64 * 2**20
+# Hellos are checked for these facts; all ranks must have the same.
+FACTS_THAT_MUST_AGREE = ("world_size", "session", "stage", "torch", "torch_tpu")
+
+_OUTCOMES = {
+    Outcome.FAT: _protocol.FAT,
+    Outcome.SPLIT: _protocol.SPLIT,
+    Outcome.TIMEOUT: _protocol.TIMEOUT,
+    Outcome.PEER_LOST: _protocol.PEER_LOST,
+}
+
+# What a child runs. Its argument is the folder of these files; the package it makes there has them as submodules.
+BOOTSTRAP = (
+    "import sys, types, importlib;"
+    "package = types.ModuleType('torch_tpu_handshake');"
+    "package.__path__ = [sys.argv[1]];"
+    "sys.modules[package.__name__] = package;"
+    "importlib.import_module(package.__name__ + '.' + sys.argv[2]).main(sys.argv[3:])"
+)
+
+
+class Config(NamedTuple):
+    """What a coordinator must know. All of it can be written as JSON."""
+
+    rank: int  # the coordinator rank
+    facts: dict[str, Any]  # the coordinator rank's own hello, against which others are compared
+    secret: str
+    timeout_s: float
+    debug: str  # the folder for reports, or empty
+
+
+Cast: TypeAlias = "tuple[_Connection, _protocol.Vote, list[tuple[Group, int, int]]]"
+
+
+class _Connection:
+    """One peer: what was read and not understood yet, what is still to be sent, and who it is."""
+
+    __slots__ = ("decoder", "facts", "groups", "hello_by", "nonce", "peer", "rank", "sock", "timeout_s", "unsent")
+
+    def __init__(self, sock: socket.socket, peer: str, hello_by: float) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.hello_by = hello_by
+        self.nonce = os.urandom(_protocol.NONCE_BYTES)
+        self.decoder = _protocol.Decoder()
+        self.unsent = bytearray()
+        self.rank = -1
+        self.facts: dict[str, Any] = {}
+        self.timeout_s: float | None = None
+        self.groups: dict[int, Group] = {}
+
+
+class Server:
+    """Serves one job's handshakes on a listening socket until its control channel is closed."""
+
+    def __init__(self, listener: socket.socket, control: socket.socket, config: Config, parent: int | None) -> None:
+        """
+        Args:
+            listener: bound and listening.
+            control: one end of a pair; the server ends when the other end is shut down.
+            config: see `Config`.
+            parent: the process whose death ends the server, or None.
+        """
+        self._listener = listener
+        self._control = control
+        self._config = config
+        self._parent = parent
+        self._secret = config.secret.encode()
+        self._world_size = int(config.facts["world_size"])
+        self._consensus = _CollectiveHandshakeConsensus(self._world_size, config.timeout_s)
+        self._splits = Splits(config.timeout_s, explain=bool(config.debug))
+        self._reports = _Reports(config) if config.debug else None
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._strangers: set[_Connection] = set()
+        self._of_rank: dict[int, _Connection] = {}
+        self._accept_again: float | None = None
+        self._recent: dict[Group, list[str]] = {}
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serves until told to end. Closes the listener, the control channel and all connections."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._control, selectors.EVENT_READ, None)
+        parent_descriptor = self._watch_parent()
+        reason = "the coordinator failed"
+        try:
+            while True:
+                for key, events in self._selector.select(self._seconds_to_wait()):
+                    if key.data is None:
+                        reason = f"rank {self._config.rank}, which coordinates, closed the handshake or exited"
+                        return
+                    if isinstance(key.data, _Connection):
+                        if events & selectors.EVENT_WRITE:
+                            self._flush(key.data)
+                        if events & selectors.EVENT_READ:
+                            self._read(key.data)
+                    else:
+                        key.data()
+                self._look_at_the_clock()
+                if self._parent is not None and parent_descriptor is None and os.getppid() != self._parent:
+                    return
+        finally:
+            self._close(reason)
+            if parent_descriptor is not None:
+                os.close(parent_descriptor)
+
+    def _watch_parent(self) -> int | None:
+        if self._parent is None:
+            return None
+        try:
+            descriptor = os.pidfd_open(self._parent)
+        except (AttributeError, OSError):
+            return None
+        self._selector.register(descriptor, selectors.EVENT_READ, None)
+        return descriptor
+
+    def _seconds_to_wait(self) -> float | None:
+        consensus = self._consensus.next_deadline()
+        if not (self._strangers or self._accept_again or self._config.debug or self._parent):
+            splits = self._splits.next_deadline()
+            if splits is None:
+                return None if consensus is None else max(0.0, consensus - time.monotonic())
+        deadlines = [d for d in (consensus, self._splits.next_deadline(), self._accept_again) if d is not None]
+        deadlines += [connection.hello_by for connection in self._strangers]
+        if self._reports is not None:
+            deadlines += self._reports.deadlines()
+        now = time.monotonic()
+        if self._parent is not None:
+            deadlines.append(now + LOOK_AT_PARENT_S)
+        return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        deadline = self._consensus.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._answer(self._consensus.expire(now), now)
+            for notice in self._consensus.notices(now):
+                connection, vote, _ = notice.request
+                self._send(connection, _protocol.notice(vote.number, notice.text))
+        deadline = self._splits.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._reply(self._splits.expire(now))
+        if self._reports is not None:
+            for record in self._splits.reports_due(now):
+                self._reports.queue(record, self._of_rank, self._recent)
+            for facts, ranks in self._reports.finished(now):
+                self._send_report(facts, ranks)
+        for connection in [c for c in self._strangers if c.hello_by <= now]:
+            self._drop(connection, "it did not say who it is")
+        if self._accept_again is not None and self._accept_again <= now:
+            self._accept_again = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _close(self, reason: str) -> None:
+        for connection in self._connections:
+            try:
+                connection.sock.settimeout(CLOSE_WITHIN_S)
+                connection.sock.sendall(bytes(connection.unsent) + _protocol.goodbye(reason))
+            except OSError:
+                pass
+            connection.sock.close()
+        self._connections.clear()
+        if self._reports is not None:
+            self._reports.close()
+        self._selector.close()
+        self._listener.close()
+        self._control.close()
+
+    # ------------------------------------------------------------------ connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    logger.error("handshake coordinator: out of file descriptors; raise `ulimit -n`")
+                self._selector.unregister(self._listener)
+                self._accept_again = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            if len(self._strangers) >= MAX_STRANGERS + self._world_size:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            prepare_socket(sock)
+            connection = _Connection(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_WITHIN_S)
+            self._connections.add(connection)
+            self._strangers.add(connection)
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._send(connection, _protocol.greeting(connection.nonce))
+
+    def _read(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        try:
+            data = connection.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._drop(connection, f"its connection broke: {error.strerror or error}")
+            return
+        if not data:
+            self._drop(connection, "its process exited, or its host is gone")
+            return
+        decoder = connection.decoder
+        decoder.feed(data)
+        try:
+            while (message := decoder.next_message()) is not None:
+                if type(message) is _protocol.Vote and connection.rank >= 0:
+                    self._vote(connection, message)
+                elif not self._handle(connection, message):
+                    return
+        except HandshakeProtocolError as error:
+            if connection.rank < 0:
+                self._drop(connection, str(error))
+            else:
+                self._send(connection, _protocol.goodbye(f"protocol error: {error}"))
+                self._drop(connection, f"it broke the protocol: {error}")
+
+    def _handle(self, connection: _Connection, message: _protocol.Message) -> bool:
+        """Handles a message other than a vote. Returns whether the connection is still there."""
+        if connection.rank < 0:
+            if not isinstance(message, _protocol.Hello):
+                raise HandshakeProtocolError(f"a {type(message).__name__} before a hello")
+            return self._hello(connection, message)
+        if isinstance(message, _protocol.GroupDeclared):
+            self._declare(connection, message)
+        elif isinstance(message, _protocol.Exchange):
+            self._reply(
+                self._splits.contribute(connection.rank, message.exchange, message.round, message.payload)
+            )
+        elif isinstance(message, _protocol.Graph):
+            self._splits.add_graph(connection.rank, message.vote, message.compressed)
+        elif isinstance(message, _protocol.Goodbye):
+            self._drop(connection, message.reason)
+            return False
+        else:
+            raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
+        return True
+
+    def _hello(self, connection: _Connection, hello: _protocol.Hello) -> bool:
+        connection.facts = hello.facts
+        refusal = self._refusal(connection, hello)
+        if refusal:
+            self._send(connection, _protocol.refused(refusal))
+            self._drop(connection, refusal)
+            return False
+        rank = connection.rank = int(hello.facts["rank"])
+        timeout_s = hello.facts.get("timeout_s")
+        connection.timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else None
+        connection.decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
+        self._strangers.discard(connection)
+        self._of_rank[rank] = connection
+        self._consensus.rejoin_rank(rank)
+        self._consensus.set_label(rank, _label(connection.facts))
+        self._send(connection, _protocol.welcome({**self._config.facts, "debug": self._config.debug}))
+        return True
+
+    def _refusal(self, connection: _Connection, hello: _protocol.Hello) -> str:
+        ours, theirs = self._config.facts, hello.facts
+        rank = theirs.get("rank")
+        us = f"the coordinator (rank {self._config.rank}, {_label(ours)})"
+        them = f"rank {rank} ({_label(theirs)})"
+        if hello.proof != _protocol.proof(self._secret, connection.nonce, hello.signed):
+            return (
+                f"{them} does not know the secret of {us}: it belongs to another job, or "
+                f"TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
+            )
+        if not isinstance(rank, int) or not 0 <= rank < self._world_size:
+            return f"{them} is outside the world of {self._world_size} ranks of {us}"
+        for fact in FACTS_THAT_MUST_AGREE:
+            mine, other = ours.get(fact), theirs.get(fact)
+            if mine != other and mine is not None and other is not None:
+                name = fact.replace("_", " ") if fact != "torch_tpu" else fact
+                return f"{name} differs: {other} on {them}, {mine} on {us}. It must be the same on all ranks"
+        present = self._of_rank.get(rank)
+        if present is not None:
+            return (
+                f"two processes say that they are rank {rank}: {_label(present.facts)}, which is connected, and "
+                f"{_label(theirs)}. Give each process a RANK of its own"
+            )
+        return ""
+
+    def _declare(self, connection: _Connection, declared: _protocol.GroupDeclared) -> None:
+        if declared.number in connection.groups or len(connection.groups) >= _protocol.MAX_GROUPS_PER_RANK:
+            raise HandshakeProtocolError(f"group number {declared.number} can't be declared")
+        try:
+            group = self._consensus.group(ProcessGroupId(declared.ranks))
+        except HandshakeError as error:
+            raise HandshakeProtocolError(str(error)) from error
+        if connection.rank not in group.members:
+            raise HandshakeProtocolError(f"rank {connection.rank} is not in {group.name}")
+        connection.groups[declared.number] = group
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self._strangers.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        rank = connection.rank
+        if rank >= 0 and self._of_rank.get(rank) is connection:
+            del self._of_rank[rank]
+            now = time.monotonic()
+            self._answer(self._consensus.drop_rank(rank, now, reason), now)
+            self._reply(self._splits.drop_rank(rank))
+
+    # ------------------------------------------------------------------ votes and answers
+
+    def _vote(self, connection: _Connection, vote: _protocol.Vote) -> None:
+        groups = connection.groups
+        try:
+            spans = [(groups[number], start, end) for number, start, end in vote.spans]
+        except KeyError as error:
+            raise HandshakeProtocolError(f"a vote on group number {error}, which was never declared") from None
+        for _, start, end in spans:
+            if start >= end:
+                raise HandshakeProtocolError(f"a vote with an empty span [{start}, {end})")
+        if len(spans) > 1 and len({group for group, _, _ in spans}) < len(spans):
+            raise HandshakeProtocolError("a vote that names a group twice")
+        if self._consensus.votes_under_way(connection.rank) >= MAX_VOTES_UNDER_WAY:
+            raise HandshakeProtocolError(f"more than {MAX_VOTES_UNDER_WAY} votes wait at once")
+        now = time.monotonic()
+        blocking = bool(vote.flags & _protocol.BLOCKING)
+        cast: Cast = (connection, vote, spans)
+        try:
+            decisions = self._consensus.cast(
+                connection.rank, spans, vote.digest, now, cast, blocking, connection.timeout_s
+            )
+        except HandshakeProtocolError as error:
+            facts = {"reason": str(error), "group": error.group and _protocol.runs(error.group), "span": error.span}
+            self._send(
+                connection,
+                _protocol.detail(vote.number, facts) + _protocol.verdict(vote.number, _protocol.VOTE_REFUSED),
+            )
+            return
+        if decisions:
+            self._answer(decisions, now)
+        if self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
+            self._reply(self._splits.note_vote(connection.rank))
+
+    def _answer(self, decisions: list[Decision], now: float) -> None:
+        facts_of: dict[int, dict[str, Any]] = {}
+        for decision in decisions:
+            connection, vote, spans = decision.request
+            if decision.outcome is Outcome.FAT:
+                self._send(connection, _protocol.verdict(vote.number, _protocol.FAT))
+                if self._reports is not None:
+                    self._note(spans, "fat")
+                continue
+            facts = facts_of.get(id(decision.reason))
+            if facts is None:
+                facts = facts_of[id(decision.reason)] = {
+                    "reason": decision.reason,
+                    "ranks": _protocol.runs(decision.ranks),
+                    "group": decision.group and _protocol.runs(decision.group),
+                    "span": decision.span,
+                }
+            flags = exchange = 0
+            if decision.outcome is Outcome.SPLIT and (self._reports is not None or vote.flags & _protocol.PARTIAL):
+                split_vote = SplitVote(
+                    connection.rank,
+                    vote.number,
+                    spans,
+                    vote.digest,
+                    bool(vote.flags & _protocol.PARTIAL),
+                    bool(vote.flags & _protocol.HAS_GRAPH),
+                )
+                record, replies = self._splits.add(split_vote, decision.reason, now)
+                exchange = record.number if connection.rank in record.promised else 0
+                if self._splits.asks_for_graph(record, split_vote):
+                    flags = _protocol.SEND_GRAPH
+                if self._reports is not None:
+                    self._note(spans, f"split ({decision.reason})")
+            else:
+                replies = []
+            self._send(
+                connection,
+                _protocol.detail(vote.number, facts)
+                + _protocol.verdict(vote.number, _OUTCOMES[decision.outcome], flags, exchange),
+            )
+            self._reply(replies)
+
+    def _note(self, spans: list[tuple[Group, int, int]], outcome: str) -> None:
+        for group, start, end in spans:
+            recent = self._recent.setdefault(group, [])
+            line = f"[{start}, {end}) on {group.name}: {outcome}"
+            if not recent or recent[-1] != line:
+                recent.append(line)
+                del recent[: -HANDSHAKES_BEFORE - 1]
+
+    def _reply(self, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            connection = self._of_rank.get(reply.rank)
+            if connection is not None:
+                self._send(connection, _protocol.result(reply.exchange, reply.round, reply.ok, reply.payload))
+
+    def _send_report(self, facts: dict[str, Any], ranks: set[int]) -> None:
+        pointer = {"path": facts.get("path", ""), "rank": self._config.rank}
+        for rank in ranks | {self._config.rank}:
+            connection = self._of_rank.get(rank)
+            if connection is not None:
+                whole = rank == self._config.rank
+                self._send(connection, _protocol.report(facts if whole else pointer))
+
+    # ------------------------------------------------------------------ sending
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
+        if connection not in self._connections:
+            return
+        if not connection.unsent:
+            try:
+                sent = connection.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # the next read finds it broken, and drops it with the reason
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._selector.modify(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        connection.unsent += data
+        if len(connection.unsent) > MAX_UNSENT_BYTES:
+            self._drop(connection, "it does not read what is sent to it")
+
+    def _flush(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        try:
+            sent = connection.sock.send(connection.unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            sent = len(connection.unsent)  # the next read finds it broken
+        del connection.unsent[:sent]
+        if not connection.unsent:
+            self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+
+
+class _Reports:
+    """Compares the graphs of split components, each in a process of its own, so that no verdict waits for it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._queue: list[tuple[dict[str, Any], set[int]]] = []
+        self._running: list[tuple[Any, dict[str, Any], set[int], float]] = []
+        self._number = 0
+
+    def queue(self, record: Record, connections: dict[int, _Connection], recent: dict[Group, list[str]]) -> None:
+        """Takes the graphs of a record out of it and lines the comparison up."""
+        variants = []
+        notes = []
+        versions: dict[int, str] = {}
+        for digest, ranks in record.variants().items():
+            compressed = record.graphs.get(digest)
+            if compressed:
+                unpacker = zlib.decompressobj()
+                try:
+                    text = unpacker.decompress(compressed, MAX_GRAPH_TEXT_BYTES).decode("utf-8", "replace")
+                except zlib.error as error:
+                    text, note = "", f"the graph of {format_ranks(ranks)} could not be unpacked: {error}"
+                    notes.append(note)
+                if unpacker.unconsumed_tail:
+                    notes.append(f"the graph of {format_ranks(ranks)} was cut at {MAX_GRAPH_TEXT_BYTES} bytes")
+            else:
+                text = ""
+                notes.append(f"no graph was received for {format_ranks(ranks)} (fingerprint {digest.hex()[:12]}…)")
+            hosts = {rank: _label(connections[rank].facts) for rank in ranks if rank in connections}
+            for rank in ranks:
+                if rank in connections:
+                    facts = connections[rank].facts
+                    versions[rank] = ", ".join(
+                        f"{name} {facts[name]}" for name in ("python", "torch", "torch_tpu") if facts.get(name)
+                    )
+            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "text": text, "hosts": hosts})
+        self._number += 1
+        stem = os.path.join(self._config.debug, f"handshake-split-{os.getpid()}-{self._number:04d}")
+        spans = sorted(record.voters_at, key=lambda span: len(span[0].ranks), reverse=True)
+        group, start, end = spans[0]
+        before = [line for line in recent.get(group, []) if not line.startswith(f"[{start}, {end})")]
+        job = {
+            "variants": variants,
+            "context": {
+                "group": list(group.ranks),
+                "span": [start, end],
+                "reason": record.reason,
+                "before": before[-HANDSHAKES_BEFORE:],
+                "missing": sorted(record.missing),
+                "notes": notes,
+                "versions": versions,
+            },
+            "out_text": stem + ".txt",
+            "out_html": stem + ".html",
+        }
+        self._queue.append((job, set(record.votes)))
+        self._start()
+
+    def _start(self) -> None:
+        # Imported here: only a job that is being debugged pays for it.
+        import subprocess
+
+        while self._queue and len(self._running) < MAX_REPORT_PROCESSES:
+            job, ranks = self._queue.pop(0)
+            try:
+                os.makedirs(self._config.debug, exist_ok=True)
+                descriptor, path = tempfile.mkstemp(suffix=".json", dir=self._config.debug)
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(job, file)
+                process = subprocess.Popen(
+                    child_command("_divergence", "job", path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
+            except OSError as error:
+                logger.warning("handshake: no report of a split could be made in %s: %s", self._config.debug, error)
+                continue
+            job["job"] = path
+            self._running.append((process, job, ranks, time.monotonic() + REPORT_WITHIN_S))
+
+    def deadlines(self) -> list[float]:
+        """When to look whether a comparison has ended."""
+        return [time.monotonic() + 0.05] if self._running else []
+
+    def finished(self, now: float) -> list[tuple[dict[str, Any], set[int]]]:
+        """What the comparisons that have ended since found: what to report, and whose split it was."""
+        done = []
+        for entry in list(self._running):
+            process, job, ranks, deadline = entry
+            if process.poll() is None:
+                if deadline > now:
+                    continue
+                process.kill()
+                process.wait()
+            self._running.remove(entry)
+            try:
+                with open(job["out_text"], encoding="utf-8") as file:
+                    facts = {"text": file.read(), "path": job["out_html"]}
+            except OSError as error:
+                facts = {"text": f"no report of the split could be made: {error}", "path": ""}
+            if os.path.exists(job["job"]):
+                os.unlink(job["job"])
+            done.append((facts, ranks))
+        if done:
+            self._start()
+        return done
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+        for process, _, _, _ in self._running:
+            try:
+                process.wait(CLOSE_WITHIN_S)
+            except Exception:
+                process.kill()
+                process.wait()
+
+
+def _label(facts: dict[str, Any]) -> str:
+    return f"{facts.get('host', '?')}:{facts.get('pid', '?')}"
+
+
+def prepare_socket(sock: socket.socket) -> None:
+    """Small messages go out at once; a host that vanishes without a word is noticed within half a minute."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+# ---------------------------------------------------------------------- in a process, or in a thread
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """The command line that runs `main` of one of these modules in an isolated interpreter."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    return [sys.executable, "-I", "-S", "-c", BOOTSTRAP, folder, module, *arguments]
+
+
+class Coordinator:
+    """A running coordinator, in a child process or in a thread of this one."""
+
+    # The child's interpreter starts in some 50 ms; a loaded host may need seconds.
+    START_WITHIN_S = 20.0
+    # A child that doesn't end on request is killed then.
+    END_WITHIN_S = 3.0
+
+    def __init__(self, listener: socket.socket, config: Config, kind: str) -> None:
+        """Starts it. `listener` is handed over. `kind` is "process" or "thread"; where no process can be started,
+        a thread takes its place, with a warning."""
+        self._control, theirs = socket.socketpair()
+        self._process: Any = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        if kind == "process":
+            try:
+                self._start_process(listener, theirs, config)
+                return
+            except (OSError, ValueError, HandshakeError) as error:
+                logger.warning(
+                    "handshake: the coordinator could not be started as a process (%s); it runs as a thread, which "
+                    "makes every handshake slower while this process is busy",
+                    error,
+                )
+                self._reap()
+                self._control.close()
+                self._control, theirs = socket.socketpair()
+        server = Server(listener, theirs, config, None)
+        self._thread = threading.Thread(target=server.run, name="handshake-coordinator", daemon=True)
+        self._thread.start()
+
+    @property
+    def kind(self) -> str:
+        """ "process" or "thread"."""
+        return "process" if self._process is not None else "thread"
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, or None."""
+        return self._process.pid if self._process is not None else None
+
+    def _start_process(self, listener: socket.socket, theirs: socket.socket, config: Config) -> None:
+        import subprocess
+
+        if not sys.executable:
+            raise OSError("this Python has no executable of its own (sys.executable is empty)")
+        arguments = (str(listener.fileno()), str(theirs.fileno()), str(os.getpid()))
+        self._process = subprocess.Popen(
+            child_command("_coordinator", *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(), theirs.fileno()),
+        )
+        theirs.close()
+        self._control.settimeout(self.START_WITHIN_S)
+        self._control.sendall(json.dumps(config._asdict()).encode() + b"\n")
+        if self._control.recv(1) != b"R":
+            raise OSError("the child ended before it was ready")
+        listener.close()
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Ends it and waits for its end. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            # Not only closed: a process that was forked from this one may hold the descriptor too.
+            self._control.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._control.close()
+        if self._process is not None:
+            import subprocess
+
+            try:
+                self._process.wait(self.END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        elif self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self.END_WITHIN_S)
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of what belongs to the parent, without a word to it."""
+        self._closed = True
+        self._control.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not ours to wait for
+        self._process = self._thread = None
+
+
+def main(arguments: list[str]) -> None:
+    """The child process: `listener's descriptor, control's descriptor, parent's pid`; its config as a line of JSON on
+    the control channel."""
+    import signal
+
+    # The rank decides when its coordinator ends: a Ctrl-C or a scheduler's SIGTERM reaches the rank too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _raise_descriptor_limit()
+    listener = socket.socket(fileno=int(arguments[0]))
+    control = socket.socket(fileno=int(arguments[1]))
+    line = b""
+    while not line.endswith(b"\n"):
+        data = control.recv(READ_BYTES)
+        if not data:
+            return
+        line += data
+    server = Server(listener, control, Config(**json.loads(line)), int(arguments[2]))
+    control.sendall(b"R")
+    server.run()
+
+
+def _raise_descriptor_limit() -> None:
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, OSError, ValueError):
+        pass  # the limit stays; running out of descriptors is logged when it happens
