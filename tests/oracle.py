@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handshake's rule, written once more: slow, obvious, and without a line of the state machine's code.
+
+It keeps every vote for ever and works everything out from scratch each time it is asked.
+
+- Two votes of different ranks are *linked* when their spans overlap on a group.
+- They *agree* when their fingerprints are equal and, on every group that both ranks belong to, they have the same
+  span or both have none.
+- A *component* is the closure of "linked", over all votes ever cast, answered or not.
+- A component is SPLIT if a linked pair in it disagrees, if a member of one of its groups went past a span without
+  voting on it, or if a vote in it was answered other than FAT before. It is FAT if nothing of that is so and every
+  member of every group in it has voted. Otherwise it waits.
+
+`verdicts` is that rule alone. `Oracle` adds what depends on time and on who can still vote: ranks that wait for one
+another in a cycle, timeouts, lost ranks.
+"""
+
+from collections.abc import Collection, Sequence
+
+FAT = "FAT"
+SPLIT = "SPLIT"
+TIMEOUT = "TIMEOUT"
+PEER_LOST = "PEER_LOST"
+WAITS = "WAITS"
+
+Group = tuple[int, ...]
+Span = tuple[int, int]
+
+
+class Vote:
+    """One vote: `spans` maps each group with collectives in the graph to its `(start, end)`."""
+
+    def __init__(self, rank: int, fingerprint: str, spans: dict[Group, Span]) -> None:
+        self.rank = rank
+        self.fingerprint = fingerprint
+        self.spans = spans
+
+    def __repr__(self) -> str:
+        spans = ", ".join(
+            f"{{{','.join(map(str, group))}}}: [{start},{end})" for group, (start, end) in self.spans.items()
+        )
+        return f"rank {self.rank} votes {self.fingerprint} on {spans or 'nothing'}"
+
+
+def overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def linked(one: Vote, other: Vote) -> bool:
+    if one.rank == other.rank:
+        return False
+    return any(overlap(span, other.spans[group]) for group, span in one.spans.items() if group in other.spans)
+
+
+def agree(one: Vote, other: Vote) -> bool:
+    if one.fingerprint != other.fingerprint:
+        return False
+    return all(
+        one.spans.get(group) == other.spans.get(group)
+        for group in one.spans.keys() | other.spans.keys()
+        if one.rank in group and other.rank in group
+    )
+
+
+def components(votes: Sequence[Vote]) -> list[list[int]]:
+    """The closure of "linked", as lists of indices into `votes`."""
+    left = set(range(len(votes)))
+    found = []
+    while left:
+        component = [left.pop()]
+        for place in component:  # grows while it is walked
+            reached = [other for other in left if linked(votes[place], votes[other])]
+            left.difference_update(reached)
+            component.extend(reached)
+        found.append(sorted(component))
+    return found
+
+
+def has_voted(votes: Sequence[Vote], rank: int, group: Group, span: Span) -> bool:
+    return any(
+        vote.rank == rank and group in vote.spans and overlap(vote.spans[group], span) for vote in votes
+    )
+
+
+def went_past(votes: Sequence[Vote], rank: int, group: Group, span: Span) -> bool:
+    """Whether `rank` can't vote on `span` any more, and has not."""
+    return not has_voted(votes, rank, group, span) and any(
+        vote.rank == rank and group in vote.spans and vote.spans[group][0] >= span[1] for vote in votes
+    )
+
+
+def needs(votes: Sequence[Vote], component: Sequence[int]) -> list[tuple[int, Group, Span]]:
+    """Each `(rank, group, span)` that the component is made of or lacks."""
+    return [
+        (member, group, span)
+        for place in component
+        for group, span in votes[place].spans.items()
+        for member in group
+    ]
+
+
+def missing(votes: Sequence[Vote], component: Sequence[int]) -> set[int]:
+    """The ranks without whose vote the component can't be complete."""
+    return {need[0] for need in needs(votes, component) if not has_voted(votes, *need)}
+
+
+def has_evidence(votes: Sequence[Vote], component: Sequence[int]) -> bool:
+    """Whether the component can't become FAT, whatever else is cast."""
+    pairs = [(votes[one], votes[other]) for one in component for other in component if one < other]
+    if any(linked(one, other) and not agree(one, other) for one, other in pairs):
+        return True
+    return any(went_past(votes, *need) for need in needs(votes, component))
+
+
+def verdict(votes: Sequence[Vote], component: Sequence[int]) -> str:
+    if has_evidence(votes, component):
+        return SPLIT
+    return WAITS if missing(votes, component) else FAT
+
+
+def verdicts(votes: Sequence[Vote]) -> list[str]:
+    """The verdict on each vote, if these are all the votes so far; each rank's in the order in which it cast them."""
+    answers = [WAITS] * len(votes)
+    for component in components(votes):
+        answer = verdict(votes, component)
+        for place in component:
+            answers[place] = answer
+    return answers
+
+
+def on_a_cycle(edges: dict[int, set[int]]) -> set[int]:
+    """The nodes from which a walk along `edges` comes back to them."""
+    found = set()
+    for start in edges:
+        reached: set[int] = set()
+        walk = list(edges[start])
+        while walk:
+            node = walk.pop()
+            if node not in reached:
+                reached.add(node)
+                walk.extend(edges.get(node, ()))
+        if start in reached:
+            found.add(start)
+    return found
+
+
+class Oracle:
+    """The rule together with wait cycles, timeouts and lost ranks.
+
+    Each event returns what must be answered now: `{index of the vote: the outcomes that are right}`, more than one
+    where two reasons apply at once and the design does not say which comes first; WAITS among them where no answer is
+    right as well. The caller gives back what was chosen by `record`.
+    """
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+        self.votes: list[Vote] = []
+        self.answers: list[str] = []
+        self.cast_at: list[float] = []
+        self.blocking: list[bool] = []
+        self.lost: set[int] = set()
+
+    def put(self, vote: Vote, now: float, *, blocking: bool = True) -> dict[int, set[str]]:
+        self.votes.append(vote)
+        self.answers.append(WAITS)
+        self.cast_at.append(now)
+        self.blocking.append(blocking)
+        return self.due()
+
+    def drop(self, rank: int) -> dict[int, set[str]]:
+        self.lost.add(rank)
+        return self.due()
+
+    def rejoin(self, rank: int) -> None:
+        self.lost.discard(rank)
+
+    def expire(self, now: float) -> dict[int, set[str]]:
+        due = self.due()
+        for component in self.waiting_components():
+            if self.timeout_s is not None and now - min(self.cast_at[place] for place in component) >= self.timeout_s:
+                for place in component:
+                    due.setdefault(place, set()).add(TIMEOUT)
+        return due
+
+    def record(self, place: int, outcome: str) -> None:
+        self.answers[place] = outcome
+
+    def due(self) -> dict[int, set[str]]:
+        answers: dict[int, set[str]] = {}
+        for component in components(self.votes):
+            outcomes = set()
+            if any(member in self.lost for member, _, _ in needs(self.votes, component)):
+                outcomes.add(PEER_LOST)
+            if has_evidence(self.votes, component) or any(
+                self.answers[place] not in (WAITS, FAT) for place in component
+            ):
+                outcomes.add(SPLIT)
+            if not outcomes and not missing(self.votes, component):
+                outcomes.add(FAT)
+            for place in component:
+                if outcomes and self.answers[place] == WAITS:
+                    answers[place] = outcomes
+        # What is answered now may leave a rank with one vote, for which it blocks, of the several it had. It may be
+        # taken as blocked at once or a little later; a cycle that was closed by a vote is answered at once.
+        may_wait = {WAITS} if answers else set()
+        for place in self.in_cycles(certain=True, answered=answers.keys()):
+            answers[place] = {SPLIT} | may_wait
+        return answers
+
+    def waiting_components(self, answered: Collection[int] = ()) -> list[list[int]]:
+        """Those in which no vote has been answered; `answered` are answered as well."""
+        return [
+            component
+            for component in components(self.votes)
+            if all(self.answers[place] == WAITS and place not in answered for place in component)
+        ]
+
+    def in_cycles(self, certain: bool, answered: Collection[int] = ()) -> set[int]:
+        """The waiting votes that can't be answered before one of them is.
+
+        Args:
+            certain: only ranks that surely can't vote count as waiting: those with one vote without an answer, for
+                which they block.
+            answered: votes that are taken as answered as well.
+        """
+        waiting = self.waiting_components(answered)
+        home = {place: number for number, component in enumerate(waiting) for place in component}
+        edges: dict[int, set[int]] = {}
+        for number, component in enumerate(waiting):
+            edges[number] = set()
+            for rank in missing(self.votes, component):
+                own = [place for place in home if self.votes[place].rank == rank]
+                if not certain or (len(own) == 1 and self.blocking[own[0]]):
+                    edges[number].update(home[place] for place in own)
+        cycles = on_a_cycle(edges)
+        return {place for place, number in home.items() if number in cycles}
