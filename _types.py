@@ -76,6 +76,10 @@ class HandshakeConfigError(HandshakeError, ValueError):
     """A value given by a caller, or by a variable, can't be used."""
 
 
+class HandshakeTypeError(HandshakeConfigError, TypeError):
+    """Something of another type was given where a request is wanted."""
+
+
 class HandshakeStage(enum.Enum):
     """When ranks compare their graphs: never, once when a graph is compiled, or at every dispatch."""
 
@@ -305,10 +309,11 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     immutable and shared.
     """
 
-    __slots__ = ("_pg_to_count",)
+    __slots__ = ("_eager", "_pg_to_count")
 
     def __init__(self, pg_to_count: Mapping[Any, ProcessGroupCollectiveCount] | None = None) -> None:
         self._pg_to_count: dict[ProcessGroupId, ProcessGroupCollectiveCount] = {}
+        self._eager: dict[ProcessGroupId, int] = {}
         for group, count in (pg_to_count or {}).items():
             self._pg_to_count[as_process_group_id(group)] = count
 
@@ -343,6 +348,11 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         known = self._pg_to_count.get(group)
         eager = ProcessGroupCollectiveCount(0 if known is None else known.end, num_collectives)
         self._pg_to_count[group] = ProcessGroupCollectiveCount(eager.end, 0)
+        self._eager[group] = self._eager.get(group, 0) + num_collectives
+
+    def eager_collectives(self, pg: GroupLike) -> int:
+        """How many collectives of `pg` were recorded as issued outside any graph, so far."""
+        return self._eager.get(as_process_group_id(pg), 0) if self._eager else 0
 
     def collective_count(self, pg: GroupLike) -> int:
         """How many collectives `pg` has seen once this graph has run: before + in graph.
@@ -426,6 +436,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     def __copy__(self) -> "RankCollectiveCounts":
         copied = RankCollectiveCounts()
         copied._pg_to_count = dict(self._pg_to_count)
+        copied._eager = dict(self._eager)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RankCollectiveCounts":
@@ -469,7 +480,8 @@ class CollectiveHandshakeRequest:
             raise HandshakeConfigError(f"rank must be a non-negative integer, got {rank!r}")
         if not isinstance(executable_fingerprint, str) or not executable_fingerprint:
             raise HandshakeConfigError(
-                f"executable_fingerprint must be a string that is not empty, got {executable_fingerprint!r}", ranks=[rank]
+                f"executable_fingerprint must be a string that is not empty, got {executable_fingerprint!r}",
+                ranks=[rank],
             )
         if len(executable_fingerprint) > MAX_FINGERPRINT_CHARACTERS:
             raise HandshakeConfigError(

@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's connection to the coordinator: votes out, verdicts in, from any number of threads.
+
+There is no reader thread. A thread that waits for its verdict reads the socket itself, and hands on what is for
+others; while one thread reads, the others wait for it. So with one thread, which is the usual case, a handshake is one
+`send` and one `recv`, and no thread is woken in between.
+
+Votes leave in the order of the collective lines. A vote that leaves a gap behind this rank's last one on a group
+waits a moment for the vote that fills it, which another thread may be about to submit.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+if __package__:
+    from . import _protocol
+    from ._types import (
+        HandshakeError,
+        HandshakePeerLostError,
+        HandshakeProtocolError,
+        HandshakeTimeoutError,
+        ProcessGroupId,
+    )
+else:
+    import _protocol
+    from _types import (
+        HandshakeError,
+        HandshakePeerLostError,
+        HandshakeProtocolError,
+        HandshakeTimeoutError,
+        ProcessGroupId,
+    )
+
+logger = logging.getLogger("torch_tpu.handshake")
+
+# How long a vote waits for the one that fills the gap before it. The other thread has counted already and is on its
+# way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
+GAP_WAIT_S = 1.0
+# The coordinator ends every wait at its timeout; so much later the rank concludes that it hangs.
+COORDINATOR_GRACE_S = 10.0
+# A reading thread looks up so often, to see whether it has waited too long.
+LOOK_UP_S = 1
+# Between two attempts to connect.
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 0.5
+# One address may keep an attempt busy so long.
+ATTEMPT_S = 5.0
+READ_BYTES = 65536
+
+
+class Deadline:
+    """A moment by which something must have happened."""
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds until then, never negative."""
+        return max(0.0, self._at - time.monotonic())
+
+
+class Endpoint(NamedTuple):
+    """Where the coordinator listens, and what a rank must show to be let in."""
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: str
+    session: str
+
+
+class PendingVote:
+    """A vote that was sent. `outcome` is 0 until the verdict is there."""
+
+    __slots__ = ("exchange", "facts", "flags", "number", "outcome")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outcome = 0
+        self.flags = 0
+        self.exchange = 0
+        self.facts: dict[str, Any] = {}
+
+
+class PendingRound:
+    """A round of an exchange that waits for its result."""
+
+    __slots__ = ("ok", "outcome", "payload")
+
+    def __init__(self) -> None:
+        self.outcome = 0
+        self.ok = False
+        self.payload = b""
+
+
+class _Lines:
+    """How far this rank's votes on each group have been sent."""
+
+    def __init__(self) -> None:
+        self.sent = threading.Condition()
+        self._frontier: dict[ProcessGroupId, int] = {}
+        self._eager: dict[ProcessGroupId, int] = {}
+
+    def has_gap(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> bool:
+        """Whether positions before any of the spans are neither voted on nor recorded as eager."""
+        return any(
+            start > self._frontier.get(group, 0) + eager.get(group, 0) - self._eager.get(group, 0)
+            for group, start, _ in spans
+        )
+
+    def advance(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> None:
+        """The spans have been sent."""
+        for group, _, end in spans:
+            self._frontier[group] = max(end, self._frontier.get(group, 0))
+            if eager:
+                self._eager[group] = eager.get(group, 0)
+
+
+class Client:
+    """A connection that the coordinator has let in."""
+
+    def __init__(self, sock: socket.socket, decoder: _protocol.Decoder, rank: int, coordinator: dict[str, Any]) -> None:
+        """Takes over a socket on which the welcome has been read; `coordinator` is what the welcome said."""
+        self._sock = sock
+        self._decoder = decoder
+        self._rank = rank
+        self.coordinator = coordinator
+        self._lines = _Lines()
+        self._groups: dict[ProcessGroupId, int] = {}
+        self._numbers = 0
+        self._votes: dict[int, PendingVote] = {}
+        self._details: dict[int, dict[str, Any]] = {}
+        self._rounds: dict[tuple[int, int], PendingRound] = {}
+        self._called_off: dict[int, bytes] = {}
+        self._reading = threading.Lock()
+        self._turn = threading.Condition()
+        self._others_wait = 0
+        self._failure: tuple[type[HandshakeError], str] | None = None
+        self._threads: set[int] = set()
+        self.bytes_sent = 0
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_UP_S))
+        decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
+
+    # ------------------------------------------------------------------ votes
+
+    def vote(
+        self,
+        digest: bytes,
+        spans: list[tuple[ProcessGroupId, int, int]],
+        eager: dict[ProcessGroupId, int],
+        flags: int,
+    ) -> PendingVote:
+        """Sends a vote, when it is its turn on the lines of its groups.
+
+        Args:
+            digest: the fingerprint's, `DIGEST_BYTES` long.
+            spans: (group, start, end), none empty.
+            eager: how many collectives of each group were recorded as issued outside any graph, so far.
+            flags: BLOCKING (left out where other threads of this process vote too), PARTIAL, HAS_GRAPH.
+        """
+        if flags & _protocol.BLOCKING and not self._is_the_only_thread():
+            flags &= ~_protocol.BLOCKING
+        lines = self._lines
+        with lines.sent:
+            if lines.has_gap(spans, eager):
+                lines.sent.wait_for(lambda: not lines.has_gap(spans, eager), GAP_WAIT_S)
+            declared, numbered = b"", []
+            for group, start, end in spans:
+                number = self._groups.get(group)
+                if number is None:
+                    number = self._groups[group] = len(self._groups)
+                    declared += _protocol.group(number, group.ranks)
+                numbered.append((number, start, end))
+            self._numbers = (self._numbers + 1) & 0xFFFFFFFF
+            pending = self._votes[self._numbers] = PendingVote(self._numbers)
+            data = _protocol.vote(self._numbers, flags, digest, numbered)
+            self._send(declared + data if declared else data)
+            lines.advance(spans, eager)
+            lines.sent.notify_all()
+        return pending
+
+    def _is_the_only_thread(self) -> bool:
+        """Whether no other living thread has voted on this connection: then this rank is blocked while it waits."""
+        self._threads.add(threading.get_ident())
+        if len(self._threads) > 1:
+            self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+        return len(self._threads) == 1
+
+    def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
+        """Sends the graph that a verdict asked for."""
+        with self._lines.sent:
+            self._send(_protocol.graph(vote.number, compressed))
+
+    # ------------------------------------------------------------------ exchanges
+
+    def exchange(self, number: int, round_number: int, payload: bytes | None) -> PendingRound:
+        """Takes part in a round; `payload` None only waits for the others. The result comes with `wait`."""
+        pending = self._rounds.setdefault((number, round_number), PendingRound())
+        if number in self._called_off:
+            pending.payload, pending.outcome = self._called_off[number], 1
+        elif payload is not None:
+            with self._lines.sent:
+                self._send(_protocol.exchange(number, round_number, payload))
+        return pending
+
+    def forget_exchange(self, number: int) -> None:
+        """The exchange has ended for this rank."""
+        self._called_off.pop(number, None)
+        for key in [key for key in self._rounds if key[0] == number]:
+            del self._rounds[key]
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait(self, pending: PendingVote | PendingRound, deadline: Deadline) -> None:
+        """Blocks until the verdict, or the round's result, is there.
+
+        Raises:
+            HandshakePeerLostError: the coordinator is gone.
+            HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
+            HandshakeTimeoutError: the coordinator does not answer.
+        """
+        while not pending.outcome:
+            if self._failure is not None:
+                raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
+            if self._reading.acquire(blocking=False):
+                try:
+                    while not pending.outcome and self._failure is None:
+                        self._receive(deadline)
+                finally:
+                    self._reading.release()
+                    self._wake_others()
+            else:
+                with self._turn:
+                    self._others_wait += 1
+                    try:
+                        if not pending.outcome and self._reading.locked():
+                            self._turn.wait(LOOK_UP_S)
+                    finally:
+                        self._others_wait -= 1
+
+    def read_on(self) -> None:
+        """Reads what comes until the connection ends, for a thread that does nothing else."""
+        while self._failure is None:
+            try:
+                self.wait(PendingRound(), Deadline(LOOK_UP_S))
+            except HandshakeTimeoutError:
+                pass
+            except HandshakeError:
+                return
+
+    def _wake_others(self) -> None:
+        if self._others_wait:
+            with self._turn:
+                self._turn.notify_all()
+
+    def _receive(self, deadline: Deadline) -> None:
+        try:
+            data = self._sock.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            if not deadline.remaining():
+                raise HandshakeTimeoutError(
+                    f"rank {self._rank}: {self._describe_coordinator()} has not answered within "
+                    f"{deadline.seconds:.0f} s, and not ended the wait either: its process hangs, or its host is not "
+                    f"reachable any more. Look at that process",
+                    ranks=[int(self.coordinator["rank"])],
+                    seconds=deadline.seconds,
+                ) from None
+            return
+        except OSError as error:
+            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+            return
+        if not data:
+            self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
+            return
+        self._decoder.feed(data)
+        try:
+            while (message := self._decoder.next_message()) is not None:
+                self._handle(message)
+        except HandshakeProtocolError as error:
+            self._fail(HandshakeProtocolError, str(error))
+
+    def _handle(self, message: _protocol.Message) -> None:
+        if type(message) is _protocol.Verdict:
+            vote = self._votes.pop(message.vote, None)
+            if vote is None:
+                raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
+            vote.flags, vote.exchange = message.flags, message.exchange
+            if message.outcome != _protocol.FAT:
+                vote.facts = self._details.pop(message.vote, {})
+            vote.outcome = message.outcome
+            self._wake_others()
+        elif isinstance(message, _protocol.Detail):
+            self._details[message.vote] = message.facts
+        elif isinstance(message, _protocol.Notice):
+            logger.warning("handshake: rank %d still waits: %s", self._rank, message.text)
+        elif isinstance(message, _protocol.Result):
+            self._take_result(message)
+        elif isinstance(message, _protocol.Report):
+            self._log_report(message.facts)
+        elif isinstance(message, _protocol.Goodbye):
+            self._fail(HandshakePeerLostError, message.reason)
+        else:
+            raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
+
+    def _take_result(self, result: _protocol.Result) -> None:
+        if result.ok:
+            rounds = [self._rounds.setdefault((result.exchange, result.round), PendingRound())]
+        else:
+            self._called_off[result.exchange] = result.payload
+            rounds = [waiting for (number, _), waiting in self._rounds.items() if number == result.exchange]
+        for waiting in rounds:
+            if not waiting.outcome:
+                waiting.ok, waiting.payload, waiting.outcome = bool(result.ok), result.payload, 1
+        self._wake_others()
+
+    def _log_report(self, facts: dict[str, Any]) -> None:
+        if "text" in facts:
+            where = f"\n(side by side: {facts['path']})" if facts.get("path") else ""
+            logger.warning("handshake: why the ranks' graphs were split:\n%s%s", facts["text"], where)
+        elif facts.get("path"):
+            logger.warning(
+                "handshake: why rank %d was split is in the log of rank %s, and in %s on its host",
+                self._rank,
+                facts.get("rank"),
+                facts["path"],
+            )
+
+    # ------------------------------------------------------------------ the connection
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._sock.sendall(data)
+        except OSError as error:
+            # What the coordinator said before it closed tells more than this error; it may still be unread.
+            self._fail_after_reading(f"the connection broke: {error.strerror or error}")
+        self.bytes_sent += len(data)
+
+    def _fail_after_reading(self, why: str) -> None:
+        if self._failure is None and self._reading.acquire(blocking=False):
+            try:
+                while self._failure is None:
+                    self._receive(Deadline(0.0))
+            except HandshakeTimeoutError:
+                pass
+            finally:
+                self._reading.release()
+        if self._failure is None:
+            self._fail(HandshakePeerLostError, why)
+        if self._failure is not None:
+            raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
+
+    def _fail(self, kind: type[HandshakeError], why: str) -> None:
+        if self._failure is None:
+            self._failure = (
+                kind,
+                f"rank {self._rank}: {self._describe_coordinator()} is lost: {why}. No handshake is possible any "
+                f"more; look at the log of that rank, and restart the job",
+            )
+        self._wake_others()
+
+    def _describe_coordinator(self) -> str:
+        facts = self.coordinator
+        return f"the coordinator (rank {facts.get('rank')}, {facts.get('host')}:{facts.get('pid')})"
+
+    def close(self, reason: str) -> None:
+        """Says goodbye and closes. Threads that wait get an error. Idempotent."""
+        if self._failure is None:
+            self._failure = (HandshakeError, f"rank {self._rank}: the handshake was closed")
+            try:
+                self._sock.sendall(_protocol.goodbye(reason))
+            except OSError:
+                pass
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._wake_others()
+        # A thread that reads is woken by the shutdown; only then may the descriptor's number be used again.
+        if self._reading.acquire(timeout=2 * LOOK_UP_S):
+            self._sock.close()
+            self._reading.release()
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of the parent's connection, without a word to the coordinator."""
+        self._failure = (HandshakeError, f"rank {self._rank}: this connection belongs to the parent process")
+        self._sock.close()
+
+
+def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any], deadline: Deadline) -> Client:
+    """Connects to the coordinator, trying again while it is still starting.
+
+    Args:
+        find_endpoint: says where the coordinator is; asked anew for every attempt.
+        facts: this rank's hello, but for the session, which the endpoint gives.
+        deadline: when to give up.
+
+    Raises:
+        HandshakePeerLostError: nobody was reached by then.
+        HandshakeProtocolError: what listens there is no coordinator, speaks another version, or refuses this rank.
+    """
+    rank = int(facts["rank"])
+    retry_s = FIRST_RETRY_S
+    while True:
+        endpoint = find_endpoint(deadline)
+        failures: list[str] = []
+        for host in endpoint.hosts:
+            try:
+                addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                failures.append(f"{host}: {error.strerror or error}")
+                continue
+            for family, _, _, _, address in addresses:
+                try:
+                    return _try(family, address, endpoint, facts, deadline)
+                except OSError as error:
+                    failures.append(f"{address[0]} port {address[1]}: {error.strerror or error}")
+        remaining = deadline.remaining()
+        if not remaining:
+            raise HandshakePeerLostError(
+                f"rank {rank} found no handshake coordinator within {deadline.seconds:.1f} s: {'; '.join(failures)}. "
+                f"Is the coordinator rank up, has it made a Handshake(), and is it reachable by that address (MASTER_ADDR, "
+                f"TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
+                ranks=[int(facts["coordinator_rank"])],
+                seconds=deadline.seconds,
+            )
+        time.sleep(min(retry_s, remaining))
+        retry_s = min(retry_s * 1.5, LAST_RETRY_S)
+
+
+def _try(family: int, address: Any, endpoint: Endpoint, facts: dict[str, Any], deadline: Deadline) -> Client:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        attempt = Deadline(min(ATTEMPT_S, max(deadline.remaining(), 0.1)))
+        sock.settimeout(attempt.remaining())
+        sock.connect(address)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        decoder = _protocol.Decoder()
+        where = f"what listens on {address[0]} port {address[1]}"
+        try:
+            greeting = _first(sock, decoder, attempt)
+        except HandshakeProtocolError as error:
+            raise HandshakeProtocolError(
+                f"{where} is no handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, "
+                f"the same on all ranks"
+            ) from error
+        if not isinstance(greeting, _protocol.Greeting):
+            raise HandshakeProtocolError(f"{where} is no handshake coordinator: it began with {greeting!r}")
+        if greeting.version != _protocol.VERSION:
+            raise HandshakeProtocolError(
+                f"the coordinator on {address[0]} port {address[1]} speaks version {greeting.version} of the handshake "
+                f"protocol, rank {facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
+            )
+        sock.sendall(
+            _protocol.hello({**facts, "session": endpoint.session}, endpoint.secret.encode(), greeting.nonce)
+        )
+        answer = _first(sock, decoder, attempt)
+        if isinstance(answer, _protocol.Refused):
+            raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {answer.reason}", ranks=[facts["rank"]])
+        if not isinstance(answer, _protocol.Welcome):
+            raise HandshakeProtocolError(f"{where} answered a hello with {type(answer).__name__}")
+        return Client(sock, decoder, int(facts["rank"]), answer.facts)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -> _protocol.Message:
+    while True:
+        message = decoder.next_message()
+        if message is not None:
+            return message
+        sock.settimeout(max(attempt.remaining(), 0.001))
+        data = sock.recv(READ_BYTES)
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        decoder.feed(data)
+
+
+def _timeval(seconds: int) -> bytes:
+    import struct
+
+    return struct.pack("@ll", seconds, 0)
+
+
+def host_and_pid() -> dict[str, Any]:
+    """How other ranks name this process."""
+    return {"host": socket.gethostname(), "pid": os.getpid()}
