@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, counts, requests, stages and errors."""
+
+import copy
+import json
+import pickle
+import random
+
+import pytest
+from layout import load
+
+_types = load("_types")
+Count = _types.ProcessGroupCollectiveCount
+Counts = _types.RankCollectiveCounts
+Group = _types.ProcessGroupId
+Request = _types.CollectiveHandshakeRequest
+Response = _types.CollectiveHandshakeResponse
+
+WORLD = Group(range(4))
+EVEN = Group([0, 2])
+
+
+class ForeignGroup:
+    """A group class of somebody else's, known by its ranks."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.ranks))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Errors and stages
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "also"),
+    [
+        (_types.HandshakeTimeoutError, TimeoutError),
+        (_types.HandshakePeerLostError, ConnectionError),
+        (_types.HandshakeConfigError, ValueError),
+        (_types.HandshakeProtocolError, RuntimeError),
+    ],
+)
+def test_errors_can_be_caught_as_what_they_are(error, also) -> None:
+    raised = error("ranks 2, 3 did not come", ranks=[3, 2], group=(0, 2, 3), span=(4, 6), seconds=60.0)
+    assert isinstance(raised, also)
+    assert isinstance(raised, _types.HandshakeError)
+    assert isinstance(raised, RuntimeError)
+    assert str(raised) == "ranks 2, 3 did not come"
+    assert (raised.ranks, raised.group, raised.span, raised.seconds) == ((2, 3), (0, 2, 3), (4, 6), 60.0)
+
+
+def test_an_error_need_not_know_more_than_its_text() -> None:
+    raised = _types.HandshakeError("no")
+    assert (raised.ranks, raised.group, raised.span, raised.seconds) == ((), None, None, None)
+
+
+@pytest.mark.parametrize("error", ["HandshakeError", "HandshakeTimeoutError", "HandshakePeerLostError"])
+def test_an_error_keeps_its_fields_on_the_way_to_another_process(error: str) -> None:
+    raised = getattr(_types, error)("late", ranks=[1], group=(0, 1), span=(0, 2), seconds=3.0)
+    arrived = pickle.loads(pickle.dumps(raised))
+    assert type(arrived) is type(raised)
+    assert (str(arrived), arrived.ranks, arrived.group, arrived.span, arrived.seconds) == (
+        "late",
+        (1,),
+        (0, 1),
+        (0, 2),
+        3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "stage"),
+    [
+        (None, "OFF"),
+        ("", "OFF"),
+        ("  ", "OFF"),
+        ("OFF", "OFF"),
+        ("COMPILE_STAGE", "COMPILE_STAGE"),
+        ("dispatch_stage", "DISPATCH_STAGE"),
+        (" COMPILE_STAGE ", "COMPILE_STAGE"),
+    ],
+)
+def test_stage_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: str | None, stage: str) -> None:
+    if value is None:
+        monkeypatch.delenv(_types.STAGE_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(_types.STAGE_VARIABLE, value)
+    assert _types.HandshakeStage.from_env() is _types.HandshakeStage[stage]
+
+
+def test_a_stage_that_is_none_names_the_variable_and_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_types.STAGE_VARIABLE, "ON")
+    with pytest.raises(_types.HandshakeConfigError) as raised:
+        _types.HandshakeStage.from_env()
+    for part in (_types.STAGE_VARIABLE, "'ON'", "OFF", "COMPILE_STAGE", "DISPATCH_STAGE"):
+        assert part in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Groups
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "no rank"),
+        ([3], "rank 3"),
+        ([3, 3], "rank 3"),
+        ([0, 1], "ranks 0-1"),
+        ([8, 2, 0, 3, 1], "ranks 0-3, 8"),
+        ([0, 2, 4], "ranks 0, 2, 4"),
+        (range(4096), "ranks 0-4095"),
+        (range(0, 100, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 34 more"),
+    ],
+)
+def test_format_ranks(ranks, text: str) -> None:
+    assert _types.format_ranks(ranks) == text
+
+
+def test_format_ranks_counts_the_ranks_that_it_leaves_out() -> None:
+    assert _types.format_ranks([0, 2, 3, 10, 11, 12], most_ranges=2) == "ranks 0, 2-3 and 3 more"
+
+
+def test_a_group_behaves_as_its_ranks() -> None:
+    group = Group([0, 2, 5], world_size=6)
+    assert group.ranks == (0, 2, 5)
+    assert group.world_size == 6
+    assert list(group) == [0, 2, 5]
+    assert len(group) == 3
+    assert (group[0], group[-1]) == (0, 5)
+    assert 2 in group
+    assert 1 not in group
+    assert "2" not in group
+    assert "0, 2, 5" in repr(group)
+
+
+def test_groups_of_the_same_ranks_are_one_key() -> None:
+    assert Group([0, 1]) == Group((0, 1), world_size=8)
+    assert hash(Group([0, 1])) == hash(Group((0, 1), world_size=8))
+    assert Group([0, 1]) != Group([0, 1, 2])
+    assert Group([0, 1]) != (0, 1)
+    assert Group([0, 1]) == ForeignGroup([0, 1])
+    assert {Group([0, 1]): "found"}[Group(range(2))] == "found"
+
+
+def test_copies_of_a_group_are_the_group_and_pickles_equal_it() -> None:
+    group = Group([1, 3], world_size=4)
+    assert copy.copy(group) is group
+    assert copy.deepcopy({"key": [group]})["key"][0] is group
+    arrived = pickle.loads(pickle.dumps(group))
+    assert arrived == group
+    assert hash(arrived) == hash(group)
+    assert arrived.world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "said"),
+    [
+        ([], None, "at least one rank"),
+        ([-1, 0], None, "negative"),
+        ([1, 0], None, "sorted(set(ranks))"),
+        ([0, 1, 1], None, "sorted(set(ranks))"),
+        ([0, 1.5], None, "integers"),
+        (["0"], None, "integers"),
+        (7, None, "integers"),
+        (None, None, "integers"),
+        ([0, 4], 4, "outside a world of 4"),
+        ([0], 0, "world_size"),
+    ],
+)
+def test_a_group_that_is_none(ranks, world_size, said: str) -> None:
+    with pytest.raises(_types.HandshakeConfigError) as raised:
+        Group(ranks, world_size)
+    assert said in str(raised.value)
+
+
+def test_the_error_for_a_huge_group_stays_short() -> None:
+    with pytest.raises(_types.HandshakeConfigError) as raised:
+        Group([*range(100_000), 5])
+    assert len(str(raised.value)) < 400
+
+
+def test_other_group_classes_are_taken_by_their_ranks() -> None:
+    ranks = (0, 2)
+    assert _types.as_process_group_id(ForeignGroup(ranks)) == EVEN
+    assert _types.as_process_group_id(ForeignGroup(ranks)) is _types.as_process_group_id(ForeignGroup(ranks))
+    assert _types.as_process_group_id(EVEN) is EVEN
+
+
+def test_a_foreign_group_whose_list_of_ranks_changes_is_not_mistaken_for_what_it_was() -> None:
+    foreign = ForeignGroup([0, 1])
+    assert _types.as_process_group_id(foreign) == Group([0, 1])
+    foreign.ranks.append(2)
+    assert _types.as_process_group_id(foreign) == Group([0, 1, 2])
+
+
+def test_many_short_lived_foreign_groups_are_each_their_own() -> None:
+    draw = random.Random(5)
+    for _ in range(3 * _types._MAX_FOREIGN_GROUPS):
+        ranks = tuple(sorted(draw.sample(range(8), 3)))
+        assert _types.as_process_group_id(ForeignGroup(ranks)).ranks == ranks
+    assert len(_types._FOREIGN_GROUPS) <= _types._MAX_FOREIGN_GROUPS
+
+
+@pytest.mark.parametrize("thing", [None, "0", 3, [0, 1], object()])
+def test_what_has_no_ranks_is_no_group(thing) -> None:
+    with pytest.raises(_types.HandshakeConfigError, match=r"\.ranks"):
+        _types.as_process_group_id(thing)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Counts
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_count_is_a_span() -> None:
+    assert Count(2, 3).end == 5
+    assert Count(2, 0).end == 2
+    assert Count(2, 3) == Count(2, 3)
+    assert hash(Count(2, 3)) == hash(Count(2, 3))
+    assert Count(2, 3) != Count(3, 2)
+    assert Count(2, 3) != (2, 3)
+    assert Count(0, _types.MAX_LINE_POSITION).end == _types.MAX_LINE_POSITION
+
+
+@pytest.mark.parametrize(
+    ("before", "number"),
+    [(-1, 0), (0, -1), (0.0, 1), (0, "1"), (None, 1), (1, _types.MAX_LINE_POSITION), (_types.MAX_LINE_POSITION + 1, 0)],
+)
+def test_a_count_that_is_none(before, number) -> None:
+    with pytest.raises(_types.HandshakeConfigError):
+        Count(before, number)
+
+
+def test_each_graph_starts_where_the_last_one_ended() -> None:
+    counts = Counts()
+    counts.increment_pg_collective_counts({WORLD: 2})
+    assert dict(counts) == {WORLD: Count(0, 2)}
+    counts.increment_pg_collective_counts({WORLD: 1, EVEN: 3})
+    assert dict(counts) == {WORLD: Count(2, 1), EVEN: Count(0, 3)}
+    counts.increment_pg_collective_counts({EVEN: 1})
+    assert dict(counts) == {WORLD: Count(3, 0), EVEN: Count(3, 1)}
+    counts.increment_pg_collective_counts({})
+    assert dict(counts) == {WORLD: Count(3, 0), EVEN: Count(4, 0)}
+    assert counts.collective_count(EVEN) == 4
+    assert counts.collective_count(ForeignGroup((0, 2))) == 4
+
+
+def test_eager_collectives_move_the_line_without_a_span() -> None:
+    counts = Counts()
+    counts.record_eager_collectives(WORLD, 2)
+    assert counts[WORLD] == Count(2, 0)
+    counts.increment_pg_collective_counts({WORLD: 1})
+    counts.record_eager_collectives(WORLD, 3)
+    assert counts[WORLD] == Count(6, 0)
+    counts.increment_pg_collective_counts({WORLD: 1})
+    assert counts[WORLD] == Count(6, 1)
+
+
+@pytest.mark.parametrize("bad", [{WORLD: 1, EVEN: -1}, {WORLD: 1, EVEN: 1.5}, {WORLD: 1, "even": 1}])
+def test_a_bad_increment_moves_nothing(bad) -> None:
+    counts = Counts({WORLD: Count(3, 1), EVEN: Count(0, 2)})
+    with pytest.raises(_types.HandshakeConfigError):
+        counts.increment_pg_collective_counts(bad)
+    assert dict(counts) == {WORLD: Count(3, 1), EVEN: Count(0, 2)}
+
+
+def test_a_bad_number_of_eager_collectives_moves_nothing() -> None:
+    counts = Counts({WORLD: Count(3, 1)})
+    with pytest.raises(_types.HandshakeConfigError):
+        counts.record_eager_collectives(WORLD, -1)
+    assert counts[WORLD] == Count(3, 1)
+
+
+def test_counts_are_a_mapping_that_takes_any_group() -> None:
+    counts = Counts({ForeignGroup((0, 2)): Count(1, 1)})
+    assert list(counts) == [EVEN]
+    assert len(counts) == 1
+    assert EVEN in counts
+    assert ForeignGroup((0, 2)) in counts
+    assert WORLD not in counts
+    assert "even" not in counts
+    assert counts[ForeignGroup((0, 2))] == Count(1, 1)
+    assert counts.get(WORLD) is None
+    with pytest.raises(KeyError):
+        counts.collective_count(WORLD)
+
+
+def test_copies_of_counts_go_their_own_way() -> None:
+    counts = Counts({WORLD: Count(0, 1)})
+    for copied in (copy.copy(counts), copy.deepcopy(counts)):
+        assert copied == counts
+        copied.increment_pg_collective_counts({WORLD: 5})
+        assert copied != counts
+    assert counts[WORLD] == Count(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "match"),
+    [
+        ({WORLD: (0, 1)}, {WORLD: (0, 1)}, True),
+        ({WORLD: (0, 1)}, {WORLD: (0, 2)}, False),
+        ({WORLD: (0, 1)}, {WORLD: (1, 1)}, False),
+        ({WORLD: (0, 1)}, {WORLD: (0, 0)}, False),
+        ({WORLD: (0, 0)}, {WORLD: (7, 0)}, True),  # idle on both
+        ({WORLD: (0, 1), EVEN: (4, 0)}, {WORLD: (0, 1)}, True),
+        # {0,1,2,3} and {0,2}: a rank of EVEN belongs to the world, so it lacks a span there.
+        ({EVEN: (0, 1)}, {EVEN: (0, 1), WORLD: (0, 1)}, False),
+        # A rank of the world need not be in {0,2}.
+        ({WORLD: (0, 1)}, {WORLD: (0, 1), EVEN: (0, 1)}, True),
+        # Rows and columns of a mesh: both may be strangers to the group that only the other names.
+        (
+            {Group([0, 1]): (0, 1), Group([0, 2]): (0, 1)},
+            {Group([0, 1]): (0, 1), Group([1, 3]): (0, 1)},
+            True,
+        ),
+        ({}, {WORLD: (0, 1)}, True),
+    ],
+)
+def test_matches(one, other, match: bool) -> None:
+    one = Counts({group: Count(*count) for group, count in one.items()})
+    other = Counts({group: Count(*count) for group, count in other.items()})
+    assert one.matches(other) is match
+    assert other.matches(one) is match
+
+
+def test_counts_survive_json() -> None:
+    counts = Counts({WORLD: Count(3, 2), EVEN: Count(7, 0)})
+    assert Counts.from_json(counts.to_json()) == counts
+    assert Counts.from_json(json.dumps(counts.to_json())) == counts
+    assert Counts.from_json([]) == Counts()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "",
+        "{",
+        "null",
+        "3",
+        "[3]",
+        "[{}]",
+        '[{"process_group": [0], "collective_count_before": 0}]',
+        '[{"process_group": [1, 0], "collective_count_before": 0, "num_collectives_in_graph": 1}]',
+        '[{"process_group": [0], "collective_count_before": -1, "num_collectives_in_graph": 1}]',
+        '[{"process_group": "01", "collective_count_before": 0, "num_collectives_in_graph": 1}]',
+    ],
+)
+def test_json_that_is_no_counts(data: str) -> None:
+    with pytest.raises(_types.HandshakeProtocolError):
+        Counts.from_json(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Requests and responses
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_survives_its_bytes() -> None:
+    request = Request(Counts({WORLD: Count(3, 2), EVEN: Count(7, 0)}), "ä fingerprint", 2)
+    arrived = Request.from_bytes(request.to_bytes())
+    assert arrived == request
+    assert (arrived.rank, arrived.executable_fingerprint) == (2, "ä fingerprint")
+    assert arrived != Request(Counts({WORLD: Count(3, 2), EVEN: Count(7, 0)}), "ä fingerprint", 0)
+
+
+def test_participating_ranks_are_those_that_the_graph_meets() -> None:
+    row, column = Group([0, 1]), Group([0, 2])
+    assert Request(Counts({row: Count(0, 1), column: Count(0, 2)}), "A", 0).participating_ranks == [0, 1, 2]
+    assert Request(Counts({row: Count(0, 1), column: Count(4, 0)}), "A", 0).participating_ranks == [0, 1]
+    assert Request(Counts({row: Count(9, 0)}), "A", 0).participating_ranks == []
+
+
+def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
+    request = Request({ForeignGroup((0, 2)): Count(0, 1)}, "A", 2)
+    assert request.pg_collective_counts == Counts({EVEN: Count(0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("counts", "fingerprint", "rank", "said"),
+    [
+        ({WORLD: Count(0, 1)}, "", 0, "empty"),
+        ({WORLD: Count(0, 1)}, None, 0, "executable_fingerprint"),
+        ({WORLD: Count(0, 1)}, b"A", 0, "executable_fingerprint"),
+        ({WORLD: Count(0, 1)}, "x" * (_types.MAX_FINGERPRINT_CHARACTERS + 1), 0, "digest"),
+        ({WORLD: Count(0, 1)}, "A", -1, "rank"),
+        ({WORLD: Count(0, 1)}, "A", "0", "rank"),
+        ({WORLD: Count(0, 1)}, "A", 4, "not in"),
+        ({}, "A", 0, "at least one process group"),
+    ],
+)
+def test_a_request_that_is_none(counts, fingerprint, rank, said: str) -> None:
+    with pytest.raises(_types.HandshakeConfigError) as raised:
+        Request(Counts(counts), fingerprint, rank)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_request_may_know_of_groups_of_others_that_are_idle() -> None:
+    assert Request(Counts({EVEN: Count(4, 0)}), "A", 1).participating_ranks == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b'{"rank": 0}',
+        b'{"rank": 0, "executable_fingerprint": "", "pg_collective_counts": []}',
+        b'{"rank": -1, "executable_fingerprint": "A", "pg_collective_counts": '
+        b'[{"process_group": [0], "collective_count_before": 0, "num_collectives_in_graph": 1}]}',
+    ],
+)
+def test_bytes_that_are_no_request(data: bytes) -> None:
+    with pytest.raises(_types.HandshakeProtocolError):
+        Request.from_bytes(data)
+
+
+def test_a_response_survives_its_bytes() -> None:
+    for success in (True, False):
+        response = Response(success)
+        assert Response.from_bytes(response.to_bytes()).success is success
+        assert Response.from_bytes(response.to_bytes()) == response
+        assert hash(Response.from_bytes(response.to_bytes())) == hash(response)
+    assert Response(True) != Response(False)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x02", b"\x01\x01", b"true", b"x" * 10_000])
+def test_bytes_that_are_no_response(data: bytes) -> None:
+    with pytest.raises(_types.HandshakeProtocolError) as raised:
+        Response.from_bytes(data)
+    assert len(str(raised.value)) < 300
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Fingerprints on the wire
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_in_hex_is_its_own_digest() -> None:
+    assert _types.fingerprint_digest("00ff" * 8) == bytes.fromhex("00ff" * 8)
+
+
+@pytest.mark.parametrize("fingerprint", ["A", "00FF" * 8, "00ff" * 7, "zz" * 16, "ä", "\udc80", "x" * 1024])
+def test_any_fingerprint_has_a_digest_of_its_own(fingerprint: str) -> None:
+    digest = _types.fingerprint_digest(fingerprint)
+    assert len(digest) == _types.DIGEST_BYTES
+    assert digest == _types.fingerprint_digest(str(fingerprint))
+    others = ["B", "00ff" * 8, "00FF" * 7 + "00FE", fingerprint + "x"]
+    assert digest not in map(_types.fingerprint_digest, others)
