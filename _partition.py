@@ -1,0 +1,873 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps fat what ranks have in common, when their graphs differ.
+
+After a split one rank of the component, the reference, shares the keys of its nodes (`node_keys`). From then on the
+ranks speak of *places*: a place is a position in the reference's graph. Four steps lead to a plan:
+
+1. `match`: each rank aligns its own nodes with the reference's. Nodes match when their own content is equal and they
+   read values that correspond. The places that matched on every rank are the *common* ones.
+2. `constraints`: given the common places, each rank says before which of them it has to run something of its own, and
+   which of their values something of its own reads. The union over the ranks binds everybody.
+3. `make_plan`: both steps ended with what all ranks know alike, so all cut alike. Common places that no cut parts make
+   a *run*. A run with collectives and something to overlap them with becomes a **fat** segment. What else a rank has
+   stays where it was, around the fat segments: each collective in a **skinny** segment of its own, the rest **local**.
+4. The ranks compare the plan's fingerprint: what each fat segment holds, read from this rank's own graph, with its
+   boundary and its place on the groups' collective lines. A mistake in the steps above makes fingerprints differ, and
+   then the whole graph runs skinny.
+
+No collective ever changes its place among this rank's collectives, so a plan keeps the order that the user's program
+has. Nothing moves but these: a wait goes up to its collective; a `getitem` goes up to the node whose result it takes
+apart; a node without effect that reads only inputs, or that only this rank's outputs need, goes before the first or
+after the last segment instead of cutting one, if no mutation and no change of autocast or grad mode lies on its way.
+
+Needs torch, which is imported inside the functions.
+"""
+
+import array
+import hashlib
+import logging
+import operator
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if __package__:
+    from ._align import align
+else:
+    from _align import align
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("torch_tpu.handshake")
+
+FAT, LOCAL, SKINNY = "fat", "local", "skinny"
+
+# Bounds on the keys that a rank takes from another. A graph of a large model has some 10,000 nodes of 2 inputs.
+MAX_NODES = 1_000_000
+MAX_MEAN_INPUTS = 16
+
+_KEY_BYTES = 8
+_NO_KEY = bytes(_KEY_BYTES)  # of a node that takes no part: placeholder, get_attr, output
+_KEYS_HEADER = struct.Struct("!I")
+
+# What a fat segment must have beside its collectives, for there to be something to overlap them with.
+_LEAST_NEIGHBOURS = 1
+
+
+class PlanError(ValueError):
+    """What another rank sent can't be keys or bits of this exchange, or a graph can't be planned."""
+
+
+class PlanRounds(Protocol):
+    """The rounds of a split component, as `handshake.Exchange` gives them; None: called off, go skinny."""
+
+    @property
+    def rank(self) -> int: ...
+    def reference_rank(self) -> int | None: ...
+    def share(self, payload: bytes | None) -> bytes | None: ...
+    def intersect(self, bitmap: bytes) -> bytes | None: ...
+    def agree(self, fingerprint: str) -> bool: ...
+    def abort(self, reason: str) -> None: ...
+
+
+class Segment(NamedTuple):
+    """Nodes that are compiled together.
+
+    Attributes:
+        kind: `FAT`, `LOCAL` or `SKINNY`.
+        positions: the nodes' positions in this rank's graph, in the order in which they run.
+        outputs: of a fat segment, the positions of the values that leave it, the same ones on every rank, whether this
+            rank reads them or not. Empty for the others: what leaves them is what is read.
+        num_collectives: how many collectives it issues.
+    """
+
+    kind: str
+    positions: tuple[int, ...]
+    outputs: tuple[int, ...]
+    num_collectives: int
+
+
+class Plan(NamedTuple):
+    """How one rank cuts its graph.
+
+    Attributes:
+        segments: in the order in which they run; every node but placeholders, get_attr and output is in one.
+        fingerprint: 32 lowercase hex; equal on two ranks when their fat segments are the same programs at the same
+            places of the same collective lines.
+    """
+
+    segments: tuple[Segment, ...]
+    fingerprint: str
+
+    @property
+    def num_fat_collectives(self) -> int:
+        """How many collectives lie in fat segments."""
+        return sum(segment.num_collectives for segment in self.segments if segment.kind == FAT)
+
+
+class Reference(NamedTuple):
+    """What the reference rank told of its graph, one item a place.
+
+    Attributes:
+        keys: content without references (8 bytes); `_NO_KEY` for a node that takes no part.
+        leaders: the place of the node that this one stays with (its own, mostly).
+        inputs: the places that it reads.
+    """
+
+    keys: list[bytes]
+    leaders: list[int]
+    inputs: list[tuple[int, ...]]
+
+
+class OwnGraph:
+    """This rank's graph, as the steps need it; one item a node in each list, in graph order.
+
+    Attributes:
+        keys, leaders, inputs: as in `Reference`, by position.
+        collectives: per group, how many collectives the node issues (nested bodies counted); empty for most.
+        pinned: True for a node with an effect, which keeps its place among the others with one.
+        barriers: True for a node that nothing may be moved across: a mutation, a change of autocast or grad mode.
+        describe: what one value is (shape, stride, dtype, …), as text, by position.
+        modes: the changes of autocast and grad mode: (position, position of the entry that it ends or None).
+    """
+
+    __slots__ = ("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "pinned")
+
+    def __init__(self, graph_module: "torch.fx.GraphModule", groups: str = "exact") -> None:
+        if __package__:
+            from . import _graph
+        else:
+            import _graph
+        nodes = list(graph_module.graph.nodes)
+        canonical = _graph.canonical_nodes(graph_module, groups)
+        if len(canonical) != len(nodes):
+            raise PlanError(f"{len(nodes)} nodes in the graph, {len(canonical)} canonical ones")
+        self.keys: list[bytes] = [
+            item.alignment if _takes_part(node) else _NO_KEY for node, item in zip(nodes, canonical, strict=True)
+        ]
+        self.inputs: list[tuple[int, ...]] = [item.inputs for item in canonical]
+        self.leaders = _leaders(nodes)
+        self.collectives = [_graph._node_collectives(node) for node in nodes]
+        self.barriers = [
+            _changes_mode(node) or (item.has_effect and not _keeps_only_its_order(node))
+            for node, item in zip(nodes, canonical, strict=True)
+        ]
+        self.pinned = [
+            item.has_effect or barrier or bool(issued)
+            for item, barrier, issued in zip(canonical, self.barriers, self.collectives, strict=True)
+        ]
+        self.modes = _modes(nodes)
+        self.describe: Callable[[int], str] = lambda position: _describe(nodes[position])
+
+    def takes_part(self, position: int) -> bool:
+        return self.keys[position] != _NO_KEY
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def node_keys(own: OwnGraph) -> bytes:
+    """The keys of this rank's nodes, for `share`: 8 bytes a node, and its inputs, compressed.
+
+    Raises:
+        PlanError: the graph is larger than `MAX_NODES` or `MAX_MEAN_INPUTS` allow.
+    """
+    count = len(own.keys)
+    wiring = array.array("I")
+    wiring.extend(position - leader for position, leader in enumerate(own.leaders))
+    wiring.extend(map(len, own.inputs))
+    wiring.extend(position - source for position, sources in enumerate(own.inputs) for source in sources)
+    if count > MAX_NODES or len(wiring) > _most_wiring(count):
+        raise PlanError(f"a graph of {count} nodes with {len(wiring) - 2 * count} inputs is too large for a plan")
+    return _KEYS_HEADER.pack(count) + b"".join(own.keys) + zlib.compress(_little_endian(wiring).tobytes(), 1)
+
+
+def read_keys(data: bytes) -> Reference:
+    """What `node_keys` wrote on the reference rank.
+
+    Raises:
+        PlanError: it can't be.
+    """
+    if len(data) < _KEYS_HEADER.size:
+        raise PlanError(f"{len(data)} bytes are no node keys")
+    (count,) = _KEYS_HEADER.unpack_from(data)
+    end = _KEYS_HEADER.size + count * _KEY_BYTES
+    if count > MAX_NODES or len(data) < end:
+        raise PlanError(f"{len(data)} bytes can't be the keys of {count} nodes")
+    keys = [data[start : start + _KEY_BYTES] for start in range(_KEYS_HEADER.size, end, _KEY_BYTES)]
+    wiring = array.array("I")
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(data[end:], _most_wiring(count) * wiring.itemsize + 1)
+        wiring.frombytes(raw)
+    except (zlib.error, ValueError) as error:
+        raise PlanError(f"the wiring of {count} nodes can't be read: {error}") from None
+    wiring = _little_endian(wiring)
+    lengths = wiring[count : 2 * count]
+    if not inflate.eof or len(lengths) != count or len(wiring) != 2 * count + sum(lengths):
+        raise PlanError(f"the wiring of {count} nodes is incomplete")
+    leaders = [place - distance for place, distance in enumerate(wiring[:count])]
+    inputs: list[tuple[int, ...]] = []
+    start = 2 * count
+    for place, length in enumerate(lengths):
+        inputs.append(tuple([place - distance for distance in wiring[start : start + length]]))
+        if length and not 0 <= min(inputs[-1]) <= max(inputs[-1]) < place:
+            raise PlanError(f"place {place} reads a place that isn't before it")
+        start += length
+    if any(leader < 0 or leaders[leader] != leader for leader in leaders):
+        raise PlanError("a node stays with one that isn't there, or that stays with another")
+    return Reference(keys, leaders, inputs)
+
+
+def _most_wiring(count: int) -> int:
+    return (2 + MAX_MEAN_INPUTS) * count
+
+
+def _little_endian(numbers: "array.array[int]") -> "array.array[int]":
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+# ---------------------------------------------------------------------- bits
+
+
+def _pack(bits: Sequence[bool]) -> bytes:
+    """One bit an item, the first in the lowest bit of the last byte."""
+    text = "".join(["1" if bit else "0" for bit in reversed(bits)])
+    return int(text or "0", 2).to_bytes((len(bits) + 7) // 8, "big")
+
+
+def _unpack(data: bytes, count: int) -> list[bool]:
+    if len(data) != (count + 7) // 8:
+        raise PlanError(f"{len(data)} bytes can't be {count} bits")
+    text = f"{int.from_bytes(data, 'big'):0{count}b}"
+    if len(text) > max(count, 1):
+        raise PlanError(f"more than {count} bits are set")
+    return [bit == "1" for bit in reversed(text)][:count]
+
+
+# ---------------------------------------------------------------------- step 1: the common places
+
+
+def match(reference: Reference, own: OwnGraph) -> list[int]:
+    """For each place, the position of this rank's node that is the same; -1 where none is.
+
+    Nodes match when their keys are equal, and each reads what the other reads: nodes that match too, or values that
+    lie outside of what matches but always correspond to one another. So the values that common nodes read can be named
+    by places, on every rank. A node and those that stay with it match together or not at all.
+    """
+    places = [place for place, key in enumerate(reference.keys) if key != _NO_KEY]
+    positions = [position for position, key in enumerate(own.keys) if key != _NO_KEY]
+    pairs = align([reference.keys[place] for place in places], [own.keys[position] for position in positions])
+    matched = [-1] * len(reference.keys)
+    to_own: dict[int, int] = {}
+    to_place: dict[int, int] = {}
+    for place_index, position_index in pairs:
+        place, position = places[place_index], positions[position_index]
+        sources = list(zip(reference.inputs[place], own.inputs[position], strict=False))
+        if len(reference.inputs[place]) != len(own.inputs[position]) or place in to_own or position in to_place:
+            continue
+        learned: list[tuple[int, int]] = []
+        for there, here in sources:
+            known = to_own.get(there)
+            if known is None and here not in to_place:
+                to_own[there], to_place[here] = here, there
+                learned.append((there, here))
+            elif known != here:
+                for wrong_there, wrong_here in learned:
+                    del to_own[wrong_there], to_place[wrong_here]
+                break
+        else:
+            to_own[place], to_place[position] = position, place
+            matched[place] = position
+    _drop_torn_units(reference, own, matched)
+    return matched
+
+
+def _drop_torn_units(reference: Reference, own: OwnGraph, matched: list[int]) -> None:
+    """Unmatches the nodes that stay together where not all of them match."""
+    places = {position: place for place, position in enumerate(matched) if position >= 0}
+    torn: set[int] = set()
+    for place, leader in enumerate(reference.leaders):
+        if leader != place and (
+            matched[place] < 0 or matched[leader] < 0 or own.leaders[matched[place]] != matched[leader]
+        ):
+            torn.add(leader)
+    for position, leader in enumerate(own.leaders):
+        if leader != position and position not in places and leader in places:
+            torn.add(places[leader])
+    for place, leader in enumerate(reference.leaders):
+        if leader in torn:
+            matched[place] = -1
+
+
+def bitmap(matched: Sequence[int]) -> bytes:
+    """One bit a place: whether it matched. For the first `intersect`."""
+    return _pack([position >= 0 for position in matched])
+
+
+def restrict(matched: Sequence[int], common: bytes) -> list[int]:
+    """`matched`, but only where every rank's place matched (`common`, as `intersect` gave it)."""
+    bits = _unpack(common, len(matched))
+    return [position if bit else -1 for position, bit in zip(matched, bits, strict=True)]
+
+
+# ---------------------------------------------------------------------- step 2: what this rank needs
+
+_STAYS, _GOES_FIRST, _GOES_LAST = 0, 1, 2
+
+
+def constraints(own: OwnGraph, matched: Sequence[int]) -> bytes:
+    """Two bits a place, for the second `intersect`: it may follow the place before it at once; nothing of this rank's
+    own reads its value. `matched` is what `restrict` gave."""
+    count = len(matched)
+    places = _places(own, matched)
+    moves = _moves(own, places)
+    joined = [True] * count
+    unread = [True] * count
+    something_between = False
+    for position, place in enumerate(places):
+        if place < 0:
+            for source in own.inputs[position]:
+                if places[source] >= 0:
+                    unread[places[source]] = False
+        if not own.takes_part(position) or own.leaders[position] != position:
+            continue
+        if place >= 0:
+            joined[place] = not something_between
+            something_between = False
+        elif moves[position] == _STAYS:
+            something_between = True
+    return _pack(joined + unread)
+
+
+def _places(own: OwnGraph, matched: Sequence[int]) -> list[int]:
+    """For each position, its common place or -1."""
+    places = [-1] * len(own.keys)
+    for place, position in enumerate(matched):
+        if position >= 0:
+            places[position] = place
+    return places
+
+
+def _moves(own: OwnGraph, places: Sequence[int]) -> list[int]:
+    """For each position, whether a node of this rank's own has to stay where it is.
+
+    One without effect that reads only inputs, or what goes first itself, goes first; one that nothing that stays reads
+    goes last. Nodes that stay with another go with it.
+    """
+    count = len(places)
+    moves = [_STAYS] * count
+    free = [
+        own.takes_part(position) and places[position] < 0 and not own.pinned[position] for position in range(count)
+    ]
+    for position in range(count):
+        if own.barriers[position]:
+            break
+        if own.leaders[position] != position:
+            moves[position] = moves[own.leaders[position]]
+        elif not own.takes_part(position) or (
+            free[position] and all(moves[source] == _GOES_FIRST for source in own.inputs[position])
+        ):
+            moves[position] = _GOES_FIRST
+    needed: set[int] = set()
+    for position in reversed(range(count)):
+        if own.barriers[position]:
+            break
+        if own.leaders[position] != position or not own.takes_part(position) or moves[position] == _GOES_FIRST:
+            continue
+        if free[position] and position not in needed:
+            moves[position] = _GOES_LAST
+        else:
+            needed.update(own.leaders[source] for source in own.inputs[position])
+    return moves
+
+
+# ---------------------------------------------------------------------- step 3: the plan
+
+
+def make_plan(reference: Reference, own: OwnGraph, matched: Sequence[int], agreed: bytes) -> Plan | None:
+    """The plan, or None where no run of common places is worth a fat segment; None on all ranks then.
+
+    Args:
+        reference: the reference rank's graph.
+        own: this rank's graph.
+        matched: what `restrict` gave.
+        agreed: all ranks' `constraints`, intersected.
+    """
+    count = len(matched)
+    bits = _unpack(agreed, 2 * count)
+    joined, unread = bits[:count], bits[count:]
+    fat_of, num_fat = _fat_runs(reference, own, matched, joined)
+    if not num_fat:
+        return None
+    crossing = [False] * count
+    for place in range(count):
+        if matched[place] < 0:
+            continue
+        if fat_of[place] >= 0 and not unread[place]:
+            crossing[place] = True
+        for source in reference.inputs[place]:
+            if matched[source] >= 0 and fat_of[source] >= 0 and fat_of[source] != fat_of[place]:
+                crossing[source] = True
+
+    # Even slots lie between the fat segments, which have the odd ones.
+    slots: list[list[int]] = [[] for _ in range(2 * num_fat + 1)]
+    places = _places(own, matched)
+    moves = _moves(own, places)
+    slot_of = [0] * len(places)
+    here = 0
+    for position, place in enumerate(places):
+        if not own.takes_part(position):
+            continue
+        leader = own.leaders[position]
+        if place >= 0 and fat_of[place] >= 0:
+            slot = 2 * fat_of[place] + 1
+            if leader == position:
+                here = slot + 1
+        elif leader != position:
+            slot = slot_of[leader]
+        elif moves[position] == _GOES_FIRST:
+            slot = 0
+        elif moves[position] == _GOES_LAST:
+            slot = 2 * num_fat
+        else:
+            slot = here
+        slot_of[position] = slot
+        slots[slot].append(position)
+
+    segments: list[Segment] = []
+    for slot, positions in enumerate(slots):
+        if slot % 2:
+            outputs = tuple([position for position in positions if crossing[places[position]]])
+            num_collectives = sum(sum(own.collectives[position].values()) for position in positions)
+            segments.append(Segment(FAT, tuple(positions), outputs, num_collectives))
+        else:
+            segments.extend(_separate(own.leaders, own.collectives, positions))
+    return Plan(tuple(segments), _fingerprint(own, segments))
+
+
+def _fat_runs(
+    reference: Reference, own: OwnGraph, matched: Sequence[int], joined: Sequence[bool]
+) -> tuple[list[int], int]:
+    """For each place the number of its fat segment, -1 outside of them; and how many there are.
+
+    A run that has no collective, or one with nothing beside it, is left to the local and skinny segments around it.
+    """
+    run_of = [-1] * len(matched)
+    num_collectives: list[int] = []
+    num_neighbours: list[int] = []
+    for place, position in enumerate(matched):
+        if position < 0:
+            continue
+        leader = reference.leaders[place]
+        if leader == place:
+            if not num_collectives or not joined[place]:
+                num_collectives.append(0)
+                num_neighbours.append(0)
+            run_of[place] = len(num_collectives) - 1
+            num_collectives[-1] += sum(own.collectives[position].values())
+            num_neighbours[-1] += not own.collectives[position]
+        else:
+            run_of[place] = run_of[leader]
+    fat_numbers: list[int] = []
+    num_fat = 0
+    for collectives, neighbours in zip(num_collectives, num_neighbours, strict=True):
+        worth = collectives > 1 or (collectives == 1 and neighbours >= _LEAST_NEIGHBOURS)
+        fat_numbers.append(num_fat if worth else -1)
+        num_fat += worth
+    return [fat_numbers[run] if run >= 0 else -1 for run in run_of], num_fat
+
+
+def _separate(
+    leaders: Sequence[int], collectives: Sequence[dict[Any, int]], positions: Iterable[int]
+) -> list[Segment]:
+    """Nodes in order as local segments, and one skinny segment for each that issues collectives."""
+    pieces: list[list[int]] = []
+    piece_of: dict[int, list[int]] = {}
+    for position in positions:
+        leader = leaders[position]
+        if leader != position:
+            piece = piece_of[leader]
+        elif collectives[position] or not pieces or collectives[pieces[-1][0]]:
+            piece = []
+            pieces.append(piece)
+        else:
+            piece = pieces[-1]
+        piece.append(position)
+        piece_of[position] = piece
+    segments: list[Segment] = []
+    for piece in pieces:
+        num_collectives = sum(collectives[piece[0]].values())
+        segments.append(Segment(SKINNY if num_collectives else LOCAL, tuple(piece), (), num_collectives))
+    return segments
+
+
+def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
+    """The digest that all ranks have to share before a fat segment may run.
+
+    For each fat segment: its nodes' content, and for each input which node of the segment it is or which value from
+    outside, numbered by first use; what those values are; which values leave; the autocast and grad mode around it;
+    and how many collectives the rank issues before it on each group that fat segments use, and in it. Groups are
+    numbered by first use: their identity, exact or by role, is in the content of the collectives.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    group_numbers: dict[Any, int] = {}
+    for segment in segments:
+        if segment.kind == FAT:
+            for position in segment.positions:
+                for group in own.collectives[position]:
+                    group_numbers.setdefault(group, len(group_numbers))
+    issued = [0] * len(group_numbers)
+    for segment in segments:
+        before = tuple(issued)
+        for position in segment.positions:
+            for group, number in own.collectives[position].items():
+                if group in group_numbers:
+                    issued[group_numbers[group]] += number
+        if segment.kind != FAT:
+            continue
+        inside: dict[int, int] = {}
+        outside: dict[int, int] = {}
+        wiring = array.array("q")
+        for position in segment.positions:
+            wiring.append(len(own.inputs[position]))
+            for source in own.inputs[position]:
+                known = inside.get(source)
+                wiring.append(~outside.setdefault(source, len(outside)) if known is None else known)
+            inside[position] = len(inside)
+        digest.update(struct.pack("!I", len(segment.positions)))
+        digest.update(b"".join([own.keys[position] for position in segment.positions]))
+        if sys.byteorder == "big":
+            wiring.byteswap()
+        digest.update(wiring.tobytes())
+        boundary = (
+            [own.describe(position) for position in outside],
+            [inside[position] for position in segment.outputs],
+            _modes_at(own, segment.positions[0]),
+            before,
+            tuple(issued),
+        )
+        text = repr(boundary).encode()
+        digest.update(struct.pack("!I", len(text)) + text)
+    return digest.hexdigest()
+
+
+def _modes_at(own: OwnGraph, position: int) -> list[str]:
+    """The changes of autocast and grad mode that are in force at a node, by their content."""
+    active: dict[int, str] = {}
+    for change, ended in own.modes:
+        if change >= position:
+            break
+        if ended is None:
+            active[change] = own.keys[change].hex()
+        else:
+            active.pop(ended, None)
+    return list(active.values())
+
+
+# ---------------------------------------------------------------------- step 4: with the other ranks
+
+
+def agree_on_plan(
+    exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str = "exact"
+) -> Plan | None:
+    """Goes through the rounds with the other ranks of the component.
+
+    Args:
+        exchange: the open rounds, from the ticket of a vote that was split.
+        graph_module: this rank's graph, the one that it voted on. It is only read.
+        groups: "exact" or "role", as in the fingerprint of the vote.
+
+    Returns:
+        The plan, once all ranks of the component have the same fat segments; None: run the whole graph skinny. All
+        ranks get a plan, or none does. Whatever fails on this rank is logged and calls the rounds off for all.
+    """
+    try:
+        return _agree(exchange, graph_module, groups)
+    except Exception as error:
+        reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
+        _LOG.warning("%s; its graph runs skinny", reason, exc_info=True)
+        exchange.abort(reason)
+        return None
+
+
+def _agree(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str) -> Plan | None:
+    own = OwnGraph(graph_module, groups)
+    reference_rank = exchange.reference_rank()
+    if reference_rank is None:
+        return None
+    keys = exchange.share(node_keys(own) if reference_rank == exchange.rank else None)
+    if keys is None:
+        return None
+    reference = read_keys(keys)
+    matched = match(reference, own)
+    common = exchange.intersect(bitmap(matched))
+    if common is None:
+        return None
+    matched = restrict(matched, common)
+    if not any(position >= 0 and own.collectives[position] for position in matched):
+        # The same on every rank: a common node issues what the reference's does.
+        exchange.abort("the ranks' graphs have no collective in common")
+        return None
+    agreed = exchange.intersect(constraints(own, matched))
+    if agreed is None:
+        return None
+    plan = make_plan(reference, own, matched, agreed)
+    if plan is None:
+        exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
+        return None
+    return plan if exchange.agree(plan.fingerprint) else None
+
+
+# ---------------------------------------------------------------------- reading nodes
+
+
+def _takes_part(node: "torch.fx.Node") -> bool:
+    return node.op not in ("placeholder", "get_attr", "output")
+
+
+def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
+    """For each node the position of the one that it stays with; its own for most.
+
+    A `getitem` stays with the node that returns the tuple, so that no tuple crosses a boundary. A wait stays with its
+    collective: compilers that turn both into one program look for them in one graph.
+    """
+    if __package__:
+        from . import _graph
+    else:
+        import _graph
+    positions = {node: position for position, node in enumerate(nodes)}
+    leaders = list(range(len(nodes)))
+    for position, node in enumerate(nodes):
+        if node.op != "call_function" or not node.args:
+            continue
+        source: Any = node.args[0]
+        if source not in positions or not _takes_part(source):
+            continue
+        leader = leaders[positions[source]]
+        if node.target is operator.getitem:
+            value = source.meta.get("val", source.meta.get("example_value"))
+            stays = isinstance(value, (tuple, list)) or _graph.is_collective(source)
+        else:
+            stays = _is_wait(node) and _graph.is_collective(nodes[leader])
+        if stays:
+            leaders[position] = leader
+    return leaders
+
+
+def _is_wait(node: "torch.fx.Node") -> bool:
+    schema = getattr(node.target, "_schema", None)  # an overload has one, a packet of overloads a name
+    name = getattr(node.target, "_qualified_op_name", "") if schema is None else schema.name
+    return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+
+
+def _changes_mode(node: "torch.fx.Node") -> bool:
+    """Whether a node changes autocast or grad mode for those after it."""
+    import torch
+
+    return node.op == "call_function" and node.target in (
+        torch.amp.autocast_mode._enter_autocast,
+        torch.amp.autocast_mode._exit_autocast,
+        torch._C._set_grad_enabled,
+    )
+
+
+def _modes(nodes: Sequence["torch.fx.Node"]) -> list[tuple[int, int | None]]:
+    """The nodes that change a mode, each with the position of the one that it makes ineffective."""
+    import torch
+
+    changes: list[tuple[int, int | None]] = []
+    entered: dict[Any, int] = {}
+    grad_mode: int | None = None
+    for position, node in enumerate(nodes):
+        if not _changes_mode(node):
+            continue
+        if node.target is torch.amp.autocast_mode._exit_autocast:
+            changes.append((position, entered.get(node.args[0])))
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            entered[node] = position
+            changes.append((position, None))
+        else:
+            if grad_mode is not None:
+                changes.append((position, grad_mode))
+            grad_mode = position
+            changes.append((position, None))
+    return changes
+
+
+def _keeps_only_its_order(node: "torch.fx.Node") -> bool:
+    """Whether a node with an effect writes to none of its arguments: a functional collective, a wait, a random op."""
+    overloads = [node.target]
+    if hasattr(node.target, "overloads"):
+        overloads = [getattr(node.target, name) for name in node.target.overloads()]
+    schemas = [getattr(overload, "_schema", None) for overload in overloads]
+    return all(schema is not None and not schema.is_mutable for schema in schemas)
+
+
+def _describe(node: "torch.fx.Node") -> str:
+    """What a value is, as far as a program that takes it as an input is compiled for it."""
+    import torch
+
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    if value.layout is not torch.strided:
+        return f"{value.dtype} {list(value.shape)} {value.layout} {value.device.type}"
+    return f"{value.dtype} {list(value.shape)} {list(value.stride())} {value.device.type}"
+
+
+# ---------------------------------------------------------------------- splitting
+
+
+def split_by_plan(graph_module: "torch.fx.GraphModule", plan: Plan) -> "torch.fx.GraphModule":
+    """`graph_module` as a graph that calls one submodule a segment, named ``fat_0``, ``local_1``, ``skinny_2`` …
+
+    The numbers are the segments' places in the plan. Each submodule returns a tuple; that of a fat segment holds the
+    values that the plan names, in its order, on every rank. `graph_module` stays as it is; parameters, buffers and
+    nested bodies are shared with it.
+
+    Raises:
+        PlanError: the plan is not of this graph.
+    """
+    nodes = list(graph_module.graph.nodes)
+    planned = sorted(position for segment in plan.segments for position in segment.positions)
+    if planned != [position for position, node in enumerate(nodes) if _takes_part(node)]:
+        raise PlanError("the plan was made for another graph")
+    return _split(graph_module, plan.segments)
+
+
+def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule":
+    """`graph_module` with each collective, and its waits, in a submodule of its own: ``local_0``, ``skinny_1`` …
+
+    A node whose nested body holds collectives is such a submodule too. Submodules return tuples.
+    """
+    if __package__:
+        from . import _graph
+    else:
+        import _graph
+    nodes = list(graph_module.graph.nodes)
+    collectives = [_graph._node_collectives(node) for node in nodes]
+    positions = [position for position, node in enumerate(nodes) if _takes_part(node)]
+    return _split(graph_module, _separate(_leaders(nodes), collectives, positions))
+
+
+def _read_all(*values: Any) -> None:
+    """Stands behind a fat segment while its graph is split, and reads what has to leave it."""
+
+
+def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) -> "torch.fx.GraphModule":
+    """Splits by torch's `split_module`, around what that can't do:
+
+    - A segment's nodes must stand together, or autocast and grad-mode regions fail (their ids may not decrease): the
+      graph is copied in the order of its segments.
+    - It returns only what this rank reads, in the order of reading: a node that reads exactly what has to leave a fat
+      segment follows it, and is taken out again.
+    - It forgets a get_attr that only the output reads: the copy's output holds computed values only, and
+      the real one is put back at the end.
+    - It keeps names such as `self` for arguments unless told not to, reorders submodules unless told not to, and
+      returns a lone value bare unless told not to.
+    - It writes the entry into autocast before the placeholders: these are moved to the front.
+    """
+    import torch
+    from torch.fx.passes.split_module import split_module
+
+    originals = list(graph_module.graph.nodes)
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    segment_of: dict[torch.fx.Node, int] = {}
+
+    def copy(node: torch.fx.Node) -> torch.fx.Node:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for node in originals:
+        if node.op in ("placeholder", "get_attr"):
+            copy(node)
+    # Even ids are segments, odd ones the readers behind them.
+    for number, segment in enumerate(segments):
+        for position in segment.positions:
+            segment_of[copy(originals[position])] = 2 * number
+        if segment.outputs:
+            leaving = tuple([copies[originals[position]] for position in segment.outputs])
+            reader = graph.call_function(_read_all, leaving)
+            segment_of[reader] = 2 * number + 1
+    returned = originals[-1].args[0]
+    computed: dict[torch.fx.Node, int] = {}
+    torch.fx.map_arg(
+        returned, lambda node: computed.setdefault(node, len(computed)) if node.op != "get_attr" else node
+    )
+    graph.output(tuple([copies[node] for node in computed]))
+
+    split = split_module(
+        torch.fx.GraphModule(graph_module, graph),
+        None,  # type: ignore[arg-type]
+        segment_of.__getitem__,
+        keep_original_order=True,
+        keep_original_input_name=False,
+        tuple_return=True,
+    )
+    _take_out_readers(split, len(segments))
+    _return_what_was_returned(split, graph_module, originals[-1], computed)
+    for number, segment in enumerate(segments):
+        _rename(split, f"submod_{2 * number}", f"{segment.kind}_{number}")
+    split.graph.lint()
+    split.recompile()
+    return split
+
+
+def _take_out_readers(split: "torch.fx.GraphModule", num_segments: int) -> None:
+    readers = {f"submod_{2 * number + 1}" for number in range(num_segments)}
+    for node in list(split.graph.nodes):
+        if node.op == "call_module" and node.target in readers:
+            values = node.all_input_nodes
+            split.graph.erase_node(node)
+            for value in values:
+                if not value.users and value.op == "call_function":
+                    split.graph.erase_node(value)
+            split.delete_submodule(str(node.target))
+
+
+def _return_what_was_returned(
+    split: "torch.fx.GraphModule",
+    graph_module: "torch.fx.GraphModule",
+    output: "torch.fx.Node",
+    computed: dict["torch.fx.Node", int],
+) -> None:
+    """Gives `split`, which returns the values of `computed` in order, the output of the original graph."""
+    import torch
+
+    reduced = split.graph.output_node()
+    values = reduced.args[0]
+
+    def value_of(node: torch.fx.Node) -> Any:
+        if node in computed:
+            return values[computed[node]]  # type: ignore[index]
+        name = "returned_" + str(node.target).replace(".", "_")
+        setattr(split, name, operator.attrgetter(str(node.target))(graph_module))
+        made = split.graph.get_attr(name)
+        made.meta = dict(node.meta)
+        return made
+
+    with split.graph.inserting_before(reduced):
+        returned = torch.fx.map_arg(output.args[0], value_of)
+    split.graph.erase_node(reduced)
+    split.graph.output(returned).meta = dict(output.meta)
+
+
+def _rename(split: "torch.fx.GraphModule", old: str, new: str) -> None:
+    """Renames a submodule, and puts its placeholders in front of everything else in it."""
+    submodule: Any = split.get_submodule(old)
+    split.delete_submodule(old)
+    split.add_module(new, submodule)
+    for node in split.graph.find_nodes(op="call_module", target=old):
+        node.target = new
+    first = next(iter(submodule.graph.nodes))
+    if first.op != "placeholder":
+        for node in submodule.graph.find_nodes(op="placeholder"):
+            first.prepend(node)
+        submodule.recompile()
