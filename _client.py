@@ -12,6 +12,7 @@ waits a moment for the vote that fills it, which another thread may be about to 
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -417,17 +418,17 @@ def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any]
             except OSError as error:
                 failures.append(f"{host}: {error.strerror or error}")
                 continue
-            for family, _, _, _, address in addresses:
+            for family, *_, address in addresses:
                 try:
                     return _try(family, address, endpoint, facts, deadline)
                 except OSError as error:
-                    failures.append(f"{address[0]} port {address[1]}: {error.strerror or error}")
+                    failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
         remaining = deadline.remaining()
         if not remaining:
             raise HandshakePeerLostError(
                 f"rank {rank} found no handshake coordinator within {deadline.seconds:.1f} s: {'; '.join(failures)}. "
-                f"Is the coordinator rank up, has it made a Handshake(), and is it reachable by that address (MASTER_ADDR, "
-                f"TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
+                f"Is the coordinator rank up, has it made a Handshake(), and is it reachable by that address "
+                f"(MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
                 ranks=[int(facts["coordinator_rank"])],
                 seconds=deadline.seconds,
             )
@@ -486,8 +487,6 @@ def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -
 
 
 def _timeval(seconds: int) -> bytes:
-    import struct
-
     return struct.pack("@ll", seconds, 0)
 
 

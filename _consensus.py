@@ -128,7 +128,18 @@ Span = tuple[Group, int, int]
 
 
 class _Vote:
-    __slots__ = ("arrived", "blocking", "cells", "deadline", "fingerprint", "notices", "number", "rank", "request", "spans")
+    __slots__ = (
+        "arrived",
+        "blocking",
+        "cells",
+        "deadline",
+        "fingerprint",
+        "notices",
+        "number",
+        "rank",
+        "request",
+        "spans",
+    )
 
     def __init__(
         self,

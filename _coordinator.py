@@ -2,9 +2,9 @@
 """The coordinator: connections, timers and the state machines, in one loop on a selector.
 
 It runs in a child process of the coordinator rank, because a thread beside a busy Python main thread waits up to
-5 ms for the interpreter lock at every message. The child is started isolated: no environment variable, working directory or
-site-packages adds to its `sys.path`, and it loads these files, by path, as submodules of a package of its own.
-So a stranger's `multiprocessing.py` that lies beside them is never imported by accident.
+5 ms for the interpreter lock at every message. The child is started isolated: no environment variable, working
+directory or site-packages adds to its `sys.path`, and it loads these files, by path, as submodules of a package of its
+own. So a stranger's `multiprocessing.py` that lies beside them is never imported by accident.
 
 It ends when its control channel is closed or its parent process dies, whichever comes first. Where no child can be
 started the same `Server` runs in a thread.

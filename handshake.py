@@ -1,0 +1,817 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collective handshake: ranks agree whether a graph with collectives may run as one executable.
+
+Before a rank compiles, or dispatches, a graph with collectives, it votes: for each process group, which span of the
+group's collective line the graph takes, and a fingerprint of the program. If all the ranks that meet in those
+collectives vote the same, each gets True, and compiles the whole graph ("fat"). If not, each gets False, and splits at
+its collectives ("skinny"). See `_consensus` for the exact rule.
+
+    if should_handshake(pg_to_num_collectives):
+        fat = submit_handshake(fingerprint, pg_to_num_collectives)
+
+`Handshake` is one process's way to the coordinator, `DispatchGate` a compiled executable's vote at each dispatch.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+if __package__:
+    from . import _client, _coordinator, _protocol, _rendezvous
+    from ._client import Deadline, Endpoint, PendingVote
+    from ._types import (
+        STAGE_VARIABLE,
+        CollectiveHandshakeRequest,
+        CollectiveHandshakeResponse,
+        GroupLike,
+        HandshakeConfigError,
+        HandshakeError,
+        HandshakePeerLostError,
+        HandshakeProtocolError,
+        HandshakeStage,
+        HandshakeTimeoutError,
+        HandshakeTypeError,
+        ProcessGroupCollectiveCount,
+        ProcessGroupId,
+        RankCollectiveCounts,
+        fingerprint_digest,
+        format_ranks,
+    )
+else:
+    import _client
+    import _coordinator
+    import _protocol
+    import _rendezvous
+    from _client import Deadline, Endpoint, PendingVote
+    from _types import (
+        STAGE_VARIABLE,
+        CollectiveHandshakeRequest,
+        CollectiveHandshakeResponse,
+        GroupLike,
+        HandshakeConfigError,
+        HandshakeError,
+        HandshakePeerLostError,
+        HandshakeProtocolError,
+        HandshakeStage,
+        HandshakeTimeoutError,
+        HandshakeTypeError,
+        ProcessGroupCollectiveCount,
+        ProcessGroupId,
+        RankCollectiveCounts,
+        fingerprint_digest,
+        format_ranks,
+    )
+
+__all__ = [
+    "CollectiveHandshakeRequest",
+    "CollectiveHandshakeResponse",
+    "DispatchGate",
+    "Exchange",
+    "Handshake",
+    "HandshakeConfigError",
+    "HandshakeError",
+    "HandshakePeerLostError",
+    "HandshakeProtocolError",
+    "HandshakeStage",
+    "HandshakeTimeoutError",
+    "HandshakeTypeError",
+    "ProcessGroupCollectiveCount",
+    "ProcessGroupId",
+    "RankCollectiveCounts",
+    "Ticket",
+    "record_eager_collectives",
+    "should_handshake",
+    "submit_handshake",
+    "submit_handshake_async",
+]
+
+logger = logging.getLogger("torch_tpu.handshake")
+
+TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
+ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
+SECRET_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_SECRET"
+DEBUG_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG"
+DEFAULT_TIMEOUT_S = 60.0
+
+# A graph's text, or a callable that makes it. The callable is called in a thread of its own, at most once, and only
+# if debugging is on and the ranks were split: the graph must not change until then.
+GraphText = str | Callable[[], str] | None
+
+_select_handshake_port = _rendezvous.select_handshake_port
+
+
+class _Settings(NamedTuple):
+    rank: int
+    world_size: int
+    place: _rendezvous.Place
+    timeout_s: float
+    split_on_timeout: bool
+    stage: HandshakeStage
+    debug: str
+    coordinator: str
+
+    @classmethod
+    def resolve(cls, rank: int | None, coordinator_rank: int, given: Mapping[str, Any]) -> "_Settings":
+        """Every setting: as given by keyword, else from its variable, else the default.
+
+        Raises:
+            HandshakeConfigError: one of them can't be used; the text names the keyword or variable.
+        """
+        distributed = _rendezvous.torch_distributed()
+        rank = _whole_number("current_rank", rank, distributed and distributed.get_rank, "RANK")
+        world_size = _whole_number(
+            "world_size", given["world_size"], distributed and distributed.get_world_size, "WORLD_SIZE"
+        )
+        if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
+            raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
+        for name, value in (("current_rank", rank), ("coordinator_rank", coordinator_rank)):
+            if not isinstance(value, int) or not 0 <= value < world_size:
+                raise HandshakeConfigError(f"{name} {value} is outside a world of {world_size} ranks")
+        if given["coordinator"] not in ("process", "thread"):
+            raise HandshakeConfigError(f'coordinator must be "process" or "thread", got {given["coordinator"]!r}')
+        port, port_source = _given_or_variable(given["port"], "port", _rendezvous.PORT_VARIABLE)
+        host, _ = _given_or_variable(given["host"], "host", _rendezvous.ADDRESS_VARIABLE)
+        timeout_s, timeout_source = _given_or_variable(given["timeout_s"], "timeout_s", TIMEOUT_VARIABLE)
+        on_timeout, on_timeout_source = _given_or_variable(given["on_timeout"], "on_timeout", ON_TIMEOUT_VARIABLE)
+        secret, _ = _given_or_variable(given["secret"], "secret", SECRET_VARIABLE)
+        debug, _ = _given_or_variable(given["debug"], "debug", DEBUG_VARIABLE)
+        if on_timeout not in (None, "raise", "split"):
+            raise HandshakeConfigError(f"{on_timeout_source}={on_timeout!r} must be raise or split")
+        return cls(
+            rank,
+            world_size,
+            _rendezvous.Place(
+                coordinator_rank,
+                _rendezvous.strip_brackets(str(host)) if host else _rendezvous.DEFAULT_HOST,
+                None if port is None else _rendezvous.parse_port(port, port_source),
+                port_source,
+                None if secret is None else str(secret),
+            ),
+            DEFAULT_TIMEOUT_S if timeout_s is None else _positive_seconds(timeout_s, timeout_source),
+            on_timeout == "split",
+            _stage_of(given["stage"]),
+            "" if debug is None else os.path.abspath(os.fspath(debug)),
+            given["coordinator"],
+        )
+
+
+def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, str]:
+    if given is not None:
+        return given, keyword
+    return os.environ.get(variable) or None, variable
+
+
+def _whole_number(name: str, given: Any, ask: Callable[[], int] | None, variable: str) -> int:
+    if given is None and ask is not None:
+        return ask()
+    value = os.environ.get(variable) if given is None else given
+    if value is None:
+        raise HandshakeConfigError(
+            f"{name} is not known: initialise torch.distributed, set {variable}, or pass Handshake({name}=…)"
+        )
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        source = variable if given is None else name
+        raise HandshakeConfigError(f"{source}={value!r} is no whole number") from None
+
+
+def _positive_seconds(value: Any, source: str) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        raise HandshakeConfigError(f"{source}={value!r} is no timeout: it must be a positive number of seconds")
+    return seconds
+
+
+def _stage_of(stage: HandshakeStage | str | None) -> HandshakeStage:
+    if stage is None:
+        return HandshakeStage.from_env()
+    return stage if isinstance(stage, HandshakeStage) else HandshakeStage.parse(str(stage), "stage")
+
+
+# ---------------------------------------------------------------------- one process's way to the coordinator
+
+
+class _Session:
+    """What all `Handshake` objects with the same arguments share: the connection, and on the coordinator rank
+    the coordinator."""
+
+    def __init__(self, key: tuple[Any, ...], settings: _Settings) -> None:
+        self.key = key
+        self.settings = settings
+        self.closed = False
+        self.endpoint: Endpoint | None = None
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("handshakes", "fat", "split", "timeout", "peer_lost", "refused", "waited_s", "longest_wait_s"), 0
+        )
+        self._lock = threading.Lock()
+        self._client: _client.Client | None = None
+        self._coordinator: _coordinator.Coordinator | None = None
+        self._splits_of: dict[bytes, int] = {}
+        if settings.world_size > 1 and settings.rank == settings.place.coordinator_rank:
+            self._start_coordinator()
+
+    def _start_coordinator(self) -> None:
+        settings = self.settings
+        listener, self.endpoint = _select_handshake_port(settings.place)
+        config = _coordinator.Config(
+            settings.rank,
+            {**self._facts(), "session": self.endpoint.session},
+            self.endpoint.secret,
+            settings.timeout_s,
+            settings.debug,
+        )
+        self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {
+            "rank": self.settings.rank,
+            "world_size": self.settings.world_size,
+            "coordinator_rank": self.settings.place.coordinator_rank,
+            "stage": self.settings.stage.name,
+            "timeout_s": self.settings.timeout_s,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            **_client.host_and_pid(),
+        }
+        for name in ("torch", "torch_tpu"):
+            version = getattr(sys.modules.get(name), "__version__", None)
+            if version is not None:
+                facts[name] = str(version)
+        return facts
+
+    def client(self) -> _client.Client:
+        """The connection, made when it is first needed."""
+        client = self._client
+        if client is not None:
+            return client
+        with self._lock:
+            if self.closed:
+                raise HandshakeError(f"rank {self.settings.rank}: the handshake was closed; make a new Handshake()")
+            if self._client is None:
+                self._client = _client.connect(self._find, self._facts(), Deadline(self.settings.timeout_s))
+                if self._client.coordinator.get("debug"):
+                    # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
+                    threading.Thread(target=self._client.read_on, name="handshake-reports", daemon=True).start()
+            return self._client
+
+    def _find(self, deadline: Deadline) -> Endpoint:
+        # The coordinator's own rank knows what it bound; the others ask.
+        if self.endpoint is not None:
+            hosts = ("::1",) if ":" in self.settings.place.host else ("127.0.0.1",)
+            return self.endpoint._replace(hosts=(*hosts, *self.endpoint.hosts))
+        return _rendezvous.find_endpoint(self.settings.place, deadline)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """(host, port) of the coordinator, on its own rank and on ranks that have been let in; else None."""
+        return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
+
+    def splits_seen(self, digest: bytes) -> int:
+        """Counts one more split of this fingerprint."""
+        # Bounded: a job that makes new fingerprints for ever loses only how often it was told about old ones.
+        if len(self._splits_of) > 10_000:
+            self._splits_of.clear()
+        count = self._splits_of[digest] = self._splits_of.get(digest, 0) + 1
+        return count
+
+    def close(self) -> None:
+        """Ends the connection, and the coordinator where it runs. Idempotent."""
+        with self._lock:
+            self.closed = True
+            client, self._client = self._client, None
+            coordinator, self._coordinator = self._coordinator, None
+        if client is not None:
+            client.close(f"rank {self.settings.rank} closed its handshake")
+        if coordinator is not None:
+            coordinator.close()
+
+    def abandon(self) -> None:
+        """In a forked child: lets go without a word."""
+        self.closed = True
+        if self._client is not None:
+            self._client.abandon()
+        if self._coordinator is not None:
+            self._coordinator.abandon()
+
+
+_sessions: dict[tuple[Any, ...], _Session] = {}
+_sessions_lock = threading.Lock()
+
+
+class Handshake:
+    """This process's part in the handshakes of its job.
+
+    Objects made with the same arguments share one connection, so making one for each call is cheap. The coordinator
+    starts when the coordinator rank makes its first; the connection when something is first submitted. A world of one
+    rank starts and connects nothing.
+    """
+
+    def __init__(
+        self,
+        current_rank: int | None = None,
+        coordinator_rank: int = 0,
+        *,
+        world_size: int | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        timeout_s: float | None = None,
+        on_timeout: str | None = None,
+        secret: str | None = None,
+        stage: HandshakeStage | str | None = None,
+        debug: str | os.PathLike[str] | None = None,
+        coordinator: str = "process",
+    ) -> None:
+        """
+        Args:
+            current_rank: this process's rank; by default torch.distributed's, else ``RANK``.
+            coordinator_rank: the rank that runs the coordinator.
+            world_size: by default torch.distributed's, else ``WORLD_SIZE``.
+            host: where the coordinator is reached without a store (``MASTER_ADDR``; localhost).
+            port: the coordinator's; 0 on its rank: the kernel picks one (see `address`).
+            timeout_s: how long a vote may wait, in seconds (``TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S``; 60).
+            on_timeout: "raise" or "split" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT``).
+            secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
+            stage: compared between ranks (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
+            debug: a folder for reports on splits (``TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG``).
+            coordinator: "process", or "thread" to run it in this process.
+
+        Raises:
+            HandshakeConfigError: a value can't be used, or the port is taken.
+        """
+        given = {
+            "world_size": world_size,
+            "host": host,
+            "port": port,
+            "timeout_s": timeout_s,
+            "on_timeout": on_timeout,
+            "secret": secret,
+            "stage": stage,
+            "debug": debug,
+            "coordinator": coordinator,
+        }
+        if current_rank is None or world_size is None:
+            distributed = _rendezvous.torch_distributed()
+            if distributed is not None:
+                current_rank = distributed.get_rank() if current_rank is None else current_rank
+                world_size = distributed.get_world_size() if world_size is None else world_size
+        key = (current_rank, coordinator_rank, world_size, *list(given.values())[1:])
+        session = _sessions.get(key)
+        if session is None or session.closed:
+            with _sessions_lock:
+                session = _sessions.get(key)
+                if session is None or session.closed:
+                    settings = _Settings.resolve(current_rank, coordinator_rank, {**given, "world_size": world_size})
+                    session = _sessions[key] = _Session(key, settings)
+        self._session = session
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._session.settings.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the job."""
+        return self._session.settings.world_size
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """On the coordinator rank, the (host, port) by which others reach it; elsewhere None."""
+        return self._session.address
+
+    def submit(self, request: CollectiveHandshakeRequest, graph_text: GraphText = None) -> bool:
+        """Casts a vote and waits for its verdict.
+
+        Args:
+            request: see `CollectiveHandshakeRequest`; its rank is this process's.
+            graph_text: the graph, for the report on a split.
+
+        Returns:
+            True: every rank involved runs the same program; compile or run the whole graph. False: split it.
+
+        Raises:
+            HandshakeConfigError: the request can't be this rank's.
+            HandshakeTimeoutError: ranks did not come in time (with on_timeout="raise").
+            HandshakePeerLostError: a rank involved, or the coordinator, is gone.
+            HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
+            HandshakeError: the handshake was closed.
+        """
+        return self._vote(request, graph_text, _protocol.BLOCKING).result()
+
+    def submit_async(
+        self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
+    ) -> "Ticket":
+        """Casts a vote without waiting. See `submit`.
+
+        Args:
+            partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
+                see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
+        """
+        return self._vote(request, graph_text, _protocol.PARTIAL if partial else 0)
+
+    def _vote(self, request: CollectiveHandshakeRequest, graph_text: GraphText, flags: int) -> "Ticket":
+        session = self._session
+        settings = session.settings
+        if session.closed:
+            raise HandshakeError(f"rank {settings.rank}: the handshake was closed; make a new Handshake()")
+        if not isinstance(request, CollectiveHandshakeRequest):
+            raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
+        if request.rank != settings.rank:
+            raise HandshakeConfigError(
+                f"a request of rank {request.rank} was submitted on rank {settings.rank}", ranks=[request.rank]
+            )
+        spans, eager = [], {}
+        counts = request.pg_collective_counts
+        for group, count in counts.items():
+            if not count.num_collectives_in_graph:
+                continue
+            if group.ranks[-1] >= settings.world_size:
+                raise HandshakeConfigError(
+                    f"{format_ranks(group.ranks)} reach outside a world of {settings.world_size} ranks",
+                    ranks=[group.ranks[-1]],
+                    group=group.ranks,
+                )
+            if len(group.ranks) > 1:
+                spans.append((group, count.collective_count_before, count.end))
+                if recorded := counts.eager_collectives(group):
+                    eager[group] = recorded
+        if not spans:
+            return Ticket(session, None, request, None, 0.0)
+        client = session.client()
+        if graph_text is not None and client.coordinator.get("debug"):
+            flags |= _protocol.HAS_GRAPH
+        else:
+            graph_text = None
+        started = time.monotonic()
+        pending = client.vote(fingerprint_digest(request.executable_fingerprint), spans, eager, flags)
+        return Ticket(session, pending, request, graph_text, started)
+
+    def stats(self) -> dict[str, float]:
+        """What this process has seen since it connected: handshakes and how they ended, `waited_s` and
+        `longest_wait_s` in seconds, `bytes_sent`."""
+        client = self._session._client
+        return {**self._session.counters, "bytes_sent": client.bytes_sent if client is not None else 0}
+
+    def close(self) -> None:
+        """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
+        for all ranks. Idempotent; done at exit."""
+        self._session.close()
+
+    def __enter__(self) -> "Handshake":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Ticket:
+    """A vote under way.
+
+    Attributes:
+        exchange: after `result` has returned False for a vote with `partial`, the rounds in which the ranks agree on a
+            plan, if the coordinator opened them; else None.
+    """
+
+    def __init__(
+        self,
+        session: _Session,
+        pending: PendingVote | None,
+        request: CollectiveHandshakeRequest,
+        graph_text: GraphText,
+        started: float,
+    ) -> None:
+        self._session = session
+        self._client = session._client
+        self._pending = pending
+        self._request = request
+        self._graph_text = graph_text
+        self._started = started
+        self._lock = threading.Lock()
+        self._answer: bool | HandshakeError | None = None if pending is not None else True
+        self.exchange: Exchange | None = None
+
+    def result(self) -> bool:
+        """Waits for the verdict; True for fat. Raises what `Handshake.submit` raises. Idempotent, from any thread."""
+        if self._answer is None:
+            with self._lock:
+                if self._answer is None:
+                    self._answer = self._wait()
+        if isinstance(self._answer, HandshakeError):
+            raise self._answer
+        return self._answer
+
+    def _wait(self) -> bool | HandshakeError:
+        settings, pending, client = self._session.settings, self._pending, self._client
+        if pending is None or client is None:
+            raise AssertionError("a vote that was never sent")
+        client.wait(pending, Deadline(settings.timeout_s + _client.COORDINATOR_GRACE_S))
+        waited_s = time.monotonic() - self._started
+        counters = self._session.counters
+        counters["handshakes"] += 1
+        counters["waited_s"] += waited_s
+        counters["longest_wait_s"] = max(counters["longest_wait_s"], waited_s)
+        if pending.outcome == _protocol.FAT:
+            counters["fat"] += 1
+            return True
+        return self._not_fat(pending, client, waited_s)
+
+    def _not_fat(self, pending: PendingVote, client: _client.Client, waited_s: float) -> bool | HandshakeError:
+        settings, counters = self._session.settings, self._session.counters
+        reason = pending.facts.get("reason", "no reason was given")
+        fields: dict[str, Any] = {"seconds": waited_s}
+        for name in ("ranks", "group"):
+            if pending.facts.get(name):
+                fields[name] = _protocol.ranks_of(pending.facts[name])
+        if pending.facts.get("span"):
+            fields["span"] = tuple(pending.facts["span"])
+        if pending.outcome == _protocol.TIMEOUT:
+            counters["timeout"] += 1
+            message = (
+                f"rank {settings.rank} {reason} (waited {waited_s:.1f} s). The missing ranks hang, are slower than "
+                f"that, or run other graphs: look at their logs. A longer wait: {TIMEOUT_VARIABLE}; to go on split "
+                f"instead: {ON_TIMEOUT_VARIABLE}=split"
+            )
+            if not settings.split_on_timeout:
+                return HandshakeTimeoutError(message, **fields)
+            logger.warning("handshake: %s. It goes on split", message)
+            return False
+        if pending.outcome == _protocol.PEER_LOST:
+            counters["peer_lost"] += 1
+            return HandshakePeerLostError(f"rank {settings.rank} can't go on: {reason}", **fields)
+        if pending.outcome == _protocol.VOTE_REFUSED:
+            counters["refused"] += 1
+            return HandshakeProtocolError(reason, **fields)
+        counters["split"] += 1
+        if pending.flags & _protocol.SEND_GRAPH:
+            threading.Thread(target=self._send_graph, args=(client,), name="handshake-graph", daemon=True).start()
+        if pending.exchange:
+            self.exchange = Exchange(client, pending.exchange, settings.rank, settings.timeout_s)
+        self._log_split(reason)
+        return False
+
+    def _log_split(self, reason: str) -> None:
+        fingerprint = self._request.executable_fingerprint
+        count = self._session.splits_seen(fingerprint_digest(fingerprint))
+        # The first is news, and then each tenfold number of them: a split at every step would bury the log.
+        level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
+        client = self._client
+        explained = client is not None and client.coordinator.get("debug")
+        logger.log(
+            level,
+            "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s",
+            self._session.settings.rank,
+            fingerprint[:32],
+            count,
+            reason,
+            "" if explained else f" Set {DEBUG_VARIABLE} to a folder to see what differs and what to change",
+        )
+
+    def _send_graph(self, client: _client.Client) -> None:
+        try:
+            text = self._graph_text() if callable(self._graph_text) else (self._graph_text or "")
+        except Exception as error:
+            logger.warning("handshake: the graph of a split could not be printed", exc_info=True)
+            text = f"# the graph could not be printed: {error!r}\n"
+        compressed = zlib.compress(text.encode("utf-8", "replace"))
+        if len(compressed) > _protocol.MAX_GRAPH_BYTES:
+            half = len(text) * _protocol.MAX_GRAPH_BYTES // len(compressed) // 2
+            cut = f"# handshake: truncated = {len(text)} characters, the first {half} are here\n"
+            compressed = zlib.compress((cut + text[:half]).encode("utf-8", "replace"))
+        if self._pending is not None:
+            try:
+                client.send_graph(self._pending, compressed[: _protocol.MAX_GRAPH_BYTES])
+            except HandshakeError as error:
+                logger.debug("handshake: a graph could not be sent: %s", error)
+
+
+class Exchange:
+    """The rounds in which the ranks of a split component agree on a plan (see `_partition`).
+
+    Each method returns None once the exchange is called off: a rank is lost, late, or not able to. Everybody goes
+    on skinny then.
+
+    Attributes:
+        rank: this rank.
+    """
+
+    def __init__(self, client: _client.Client, number: int, rank: int, timeout_s: float) -> None:
+        self._client = client
+        self._number = number
+        self._timeout_s = timeout_s
+        self.rank = rank
+        self._reference: int | None = None
+
+    def reference_rank(self) -> int | None:
+        """Waits until all ranks of the component have voted; the rank whose graph the others align with."""
+        payload = self._round(_protocol.REFERENCE, None)
+        self._reference = None if payload is None else int.from_bytes(payload, "big")
+        return self._reference
+
+    def share(self, payload: bytes | None) -> bytes | None:
+        """The reference rank gives `payload`, the others None; all get it."""
+        if self.rank != self._reference:
+            return self._round(_protocol.SHARE, None)
+        if payload is None:
+            raise HandshakeConfigError("the reference rank must give a payload")
+        if len(payload) > _protocol.MAX_PAYLOAD_BYTES:
+            self.abort(f"the reference graph's keys take {len(payload)} bytes")
+            return None
+        self._client.exchange(self._number, _protocol.SHARE, payload)
+        return payload
+
+    def intersect(self, bitmap: bytes) -> bytes | None:
+        """The bitwise AND of all ranks' bitmaps, which must be of one length."""
+        return self._round(_protocol.INTERSECT, bitmap)
+
+    def agree(self, fingerprint: str) -> bool:
+        """Whether all ranks of the component gave the same fingerprint: then, and only then, run the plan."""
+        answer = self._round(_protocol.AGREE, fingerprint_digest(fingerprint))
+        self._client.forget_exchange(self._number)
+        return answer == b"\x01"
+
+    def abort(self, reason: str) -> None:
+        """This rank can't go on: everybody runs skinny."""
+        self._client.exchange(self._number, _protocol.ABORT, reason.encode()[:1024])
+        self._client.forget_exchange(self._number)
+
+    def _round(self, round_number: int, payload: bytes | None) -> bytes | None:
+        pending = self._client.exchange(self._number, round_number, payload)
+        self._client.wait(pending, Deadline(self._timeout_s + _client.COORDINATOR_GRACE_S))
+        if not pending.ok:
+            logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
+            self._client.forget_exchange(self._number)
+            return None
+        return pending.payload
+
+
+# ---------------------------------------------------------------------- for a compiler's two stages
+
+
+def should_handshake(pg_to_num_collectives: Mapping[Any, int]) -> bool:
+    """Whether a graph with these collectives must be agreed on: the stage is not OFF, and at least one collective
+    is on a group of two or more ranks."""
+    if _stage_now() is HandshakeStage.OFF:
+        return False
+    for group, count in pg_to_num_collectives.items():
+        if count > 0 and len(group.ranks) > 1:
+            return True
+    return False
+
+
+# The last text of the stage's variable and what it means: parsing it anew would be most of `should_handshake`.
+_stage_seen: tuple[str | None, HandshakeStage] = (None, HandshakeStage.OFF)
+
+
+def _stage_now() -> HandshakeStage:
+    global _stage_seen
+    text = os.environ.get(STAGE_VARIABLE)
+    seen = _stage_seen
+    if seen[0] != text:
+        seen = _stage_seen = (text, HandshakeStage.from_env())
+    return seen[1]
+
+
+_counts = RankCollectiveCounts()
+_counts_lock = threading.Lock()
+
+
+def submit_handshake(
+    executable_fingerprint: str, pg_to_num_collectives: Mapping[Any, int], graph_module_str: GraphText = None
+) -> bool:
+    """Counts a graph's collectives on this process's lines, votes, and waits for the verdict.
+
+    Args:
+        executable_fingerprint: equal on two ranks exactly when their programs are (see `_graph.graph_fingerprint`).
+        pg_to_num_collectives: how many collectives the graph issues on each group.
+        graph_module_str: the graph's text, or a callable that makes it, for the report on a split. The callable is
+            called in another thread, at most once, and only if debugging is on and the ranks were split.
+
+    Returns:
+        True for fat, False for split.
+
+    Raises:
+        As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
+    """
+    flags = _protocol.BLOCKING
+    return _count_and_vote(executable_fingerprint, pg_to_num_collectives, graph_module_str, flags).result()
+
+
+def submit_handshake_async(
+    executable_fingerprint: str,
+    pg_to_num_collectives: Mapping[Any, int],
+    graph_module_str: GraphText = None,
+    *,
+    partial: bool = False,
+) -> Ticket:
+    """`submit_handshake` without the wait. See `Handshake.submit_async`."""
+    flags = _protocol.PARTIAL if partial else 0
+    return _count_and_vote(executable_fingerprint, pg_to_num_collectives, graph_module_str, flags)
+
+
+def _count_and_vote(
+    fingerprint: str, pg_to_num_collectives: Mapping[Any, int], graph_text: GraphText, flags: int
+) -> Ticket:
+    global _counts
+    handshake = Handshake()
+    # Sent under the lock, so that the votes of several threads leave in the order in which they were counted.
+    with _counts_lock:
+        counts = _counts.__copy__()
+        counts.increment_pg_collective_counts(pg_to_num_collectives)
+        request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
+        ticket = handshake._vote(request, graph_text, flags)
+        _counts = counts
+    return ticket
+
+
+def record_eager_collectives(pg: GroupLike, num_collectives: int) -> None:
+    """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
+    moves on, and nobody votes."""
+    with _counts_lock:
+        _counts.record_eager_collectives(pg, num_collectives)
+
+
+class DispatchGate:
+    """A compiled executable's vote, for its `__call__`.
+
+    OFF: always False, as without a handshake. COMPILE_STAGE: one vote, when the gate is made, remembered.
+    DISPATCH_STAGE: one vote at each dispatch, also after a split, so that every graph moves its lines and goes back
+    to fat as soon as the ranks agree again. A graph without collectives between ranks is always fat: there is
+    nothing to agree on.
+    """
+
+    def __init__(
+        self,
+        executable_fingerprint: str,
+        pg_to_num_collectives: Mapping[Any, int],
+        graph_module_str: GraphText = None,
+        *,
+        stage: HandshakeStage | str | None = None,
+    ) -> None:
+        """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
+        ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` by default."""
+        self._fingerprint = executable_fingerprint
+        self._pg_to_num_collectives = dict(pg_to_num_collectives)
+        self._graph_text = graph_module_str
+        self.stage = _stage_of(stage)
+        self._remembered: bool | None = None
+        if self.stage is HandshakeStage.OFF:
+            self._remembered = False
+        elif not any(count > 0 and len(group.ranks) > 1 for group, count in pg_to_num_collectives.items()):
+            self._remembered = True
+        elif self.stage is HandshakeStage.COMPILE_STAGE:
+            self._remembered = self._cast()
+
+    def vote(self) -> bool:
+        """Whether this dispatch runs fat."""
+        return self._cast() if self._remembered is None else self._remembered
+
+    def _cast(self) -> bool:
+        return submit_handshake(self._fingerprint, self._pg_to_num_collectives, self._graph_text)
+
+
+# ---------------------------------------------------------------------- the end of the process, and forks
+
+
+def _close_all() -> None:
+    for session in list(_sessions.values()):
+        session.close()
+    _sessions.clear()
+
+
+def _forget_all_after_fork() -> None:
+    global _sessions_lock, _counts_lock
+    _sessions_lock = threading.Lock()
+    _counts_lock = threading.Lock()
+    for session in list(_sessions.values()):
+        session.abandon()
+    _sessions.clear()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all_after_fork)
+
+
+def main(arguments: list[str]) -> int:
+    """`python handshake.py explain FILE FILE …`: what differs between graphs that were printed or logged."""
+    if __package__:
+        from . import _divergence
+    else:
+        import _divergence
+    if arguments[:1] != ["explain"]:
+        print("usage: python handshake.py explain FILE FILE … [--html FILE]", file=sys.stderr)
+        return 2
+    return _divergence.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
