@@ -467,8 +467,7 @@ class Faults:
         }
 
     def put(self, vote: Vote) -> None:
-        for rank in vote.rank, *self.run.case.draw.sample(sorted(self.judge.lost), min(1, len(self.judge.lost))):
-            self.rejoin(rank)
+        self.rejoin(vote.rank)
         due = self.judge.put(vote, self.now, blocking=False)
         self.check(self.run.put(vote, self.now, blocking=False), due)
 
@@ -501,8 +500,11 @@ def test_lost_ranks_and_timeouts(kind: str) -> None:
             faults.now += case.draw.choice([0.0, 0.0, 1.0, 6.0])
             if case.draw.random() < 0.2:
                 faults.expire()
+            rank = case.draw.randrange(case.num_ranks)
             if case.draw.random() < 0.1:
-                faults.drop(case.draw.randrange(case.num_ranks))
+                faults.drop(rank)
+            elif case.draw.random() < 0.2:
+                faults.rejoin(rank)
             faults.put(vote)
         for rank in sorted(faults.judge.lost):
             faults.rejoin(rank)
