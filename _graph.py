@@ -22,14 +22,15 @@ Role names. Ranks with equal fingerprints must mean the same group by the same r
 ranks could meet in one collective and take it for different ones. Each rank has only its own groups to tell from,
 so a role is one of these, each of which leaves a rank no choice of group:
 - the description, if this rank is in one group of that description and size only, as with the dimension of a mesh;
-- the size, stride and phase of a regular group (rows, columns, planes of a mesh of any number of dimensions, on all ranks
-  or on a block of them). Groups of one size, stride and phase don't overlap, so a rank is in one of them at most;
+- the size, stride and phase of a regular group (rows, columns, planes of a mesh of any number of dimensions, on all
+  ranks or on a block of them). Groups of one size, stride and phase don't overlap, so a rank is in one of them at most;
 - else the ranks themselves.
 A peer in point-to-point communication is named by its distance on the ring of its group.
 """
 
 import enum
 import hashlib
+import itertools
 import logging
 import operator
 import os
@@ -37,7 +38,7 @@ import re
 import secrets
 import struct
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 if __package__:
@@ -79,7 +80,9 @@ _IN_PLACE_OPERATORS = frozenset(
 )  # fmt: skip
 
 _DEVICE_TEXT = re.compile(r"[a-z]+:\d+")
-_STACK_FRAME = re.compile(r'^\s*File "(?P<file>[^\n]+)", line (?P<line>\d+)[^\n]*(?:\n(?!\s*File ")\s*(?P<code>[^\n]*))?', re.M)
+_STACK_FRAME = re.compile(
+    r'^\s*File "(?P<file>[^\n]+)", line (?P<line>\d+)[^\n]*(?:\n(?!\s*File ")\s*(?P<code>[^\n]*))?', re.MULTILINE
+)
 
 
 class SourceLine(NamedTuple):
@@ -320,7 +323,9 @@ def _signature(target: Any) -> _Signature | None:
     group_argument = _registered_collectives.get(schema.name)
     if group_argument is not None:
         if group_argument not in names:
-            raise HandshakeConfigError(f"{schema.name} was registered with a group in {group_argument!r}, but is {schema}")
+            raise HandshakeConfigError(
+                f"{schema.name} was registered with its group in {group_argument!r}, which it doesn't take: {schema}"
+            )
     elif namespace in _COLLECTIVE_NAMESPACES:
         legacy = ["ranks"] if names >= _LEGACY_GROUP_ARGUMENTS else []
         group_argument = next((wanted for wanted in [*_GROUP_ARGUMENTS, *legacy] if wanted in names), None)
@@ -345,13 +350,12 @@ def _group_of(node: Any, call: _CollectiveCall) -> _Group:
     except Exception as error:
         reason = f"{error}" or type(error).__name__
         raise HandshakeConfigError(
-            f"node {node.name} ({node.target}) is a collective whose process group can't be resolved{_where(node)}: {reason}"
+            f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}: {reason}"
         ) from error
 
 
 def _resolve_group(node: Any, call: _CollectiveCall) -> _Group:
-    import torch.distributed as dist
-
+    dist = _torch().distributed
     name = call.signature.group_argument
     value = _object(call.argument(name))
     if name == "ranks":
@@ -369,19 +373,17 @@ def _resolve_group(node: Any, call: _CollectiveCall) -> _Group:
 
 
 def _group_of_object(process_group: Any) -> _Group:
-    import torch.distributed as dist
-
-    ranks = tuple(dist.get_process_group_ranks(process_group))
+    ranks = tuple(_torch().distributed.get_process_group_ranks(process_group))
     return _Group(ranks, ProcessGroupId(sorted(ranks)), process_group)
 
 
 def _object(value: Any) -> Any:
     """The object that an argument stands for, where it is one that a graph passes around: a group, a mesh, a name."""
-    import torch
-    import torch.distributed as dist
     from torch._library.fake_class_registry import maybe_unwrap_fake_script_object
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    torch = _torch()
+    dist = torch.distributed
     if not isinstance(value, torch.fx.Node):
         pass
     elif value.op == "get_attr":
@@ -391,14 +393,23 @@ def _object(value: Any) -> Any:
     elif value.op in ("call_function", "call_method"):
         # A group out of a mesh, or a mesh out of a larger one. Nothing is communicated.
         args = [_object(argument) for argument in value.args]
-        if args and isinstance(args[0], dist.DeviceMesh):
+        if args and isinstance(args[0], dist.device_mesh.DeviceMesh):
             with unset_fake_temporarily():
-                function = getattr(dist.DeviceMesh, value.target) if value.op == "call_method" else value.target
-                value = function(*args, **{name: _object(argument) for name, argument in value.kwargs.items()})
+                if value.op == "call_method":
+                    value = getattr(args[0], value.target)(*args[1:])
+                else:
+                    value = value.target(*args)
     value = maybe_unwrap_fake_script_object(value)
     if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".c10d.ProcessGroup"):
         return dist.ProcessGroup.unbox(value)
     return value
+
+
+def _torch() -> Any:
+    """The torch package, for all that its stubs don't say."""
+    import torch
+
+    return torch
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -418,7 +429,8 @@ def _own_rank(node: Any) -> int:
 
     if not dist.is_initialized():
         raise HandshakeConfigError(
-            f"node {node.name} ({node.target}) needs this process's rank{_where(node)}: initialise torch.distributed first"
+            f"node {node.name} ({node.target}) needs to know this process's rank{_where(node)}: "
+            "initialise torch.distributed first"
         )
     return dist.get_rank()
 
@@ -435,7 +447,7 @@ def _peers(node: Any, call: _CollectiveCall, group: _Group) -> list[int]:
     for number in numbers if isinstance(numbers, (list, tuple)) else [numbers]:
         if type(number) is not int:
             raise HandshakeConfigError(
-                f"node {node.name} ({node.target}) communicates with a peer that is not known before it runs{_where(node)}"
+                f"node {node.name} ({node.target}) has a peer that is not known before it runs{_where(node)}"
             )
         if number < len(group.ranks) and group.ranks[number] != own:
             peers.append(group.ranks[number])
@@ -506,7 +518,7 @@ def _is_library_file(file: str) -> bool:
     parts = file.replace("\\", "/").split("/")
     if any(
         folder in ("site-packages", "dist-packages") and package in ("torch", "torch_tpu")
-        for folder, package in zip(parts, parts[1:])
+        for folder, package in itertools.pairwise(parts)
     ):
         return True
     return file.startswith(os.path.dirname(torch.__file__) + os.sep)
@@ -515,7 +527,7 @@ def _is_library_file(file: str) -> bool:
 # --- Canonical text ---
 
 
-class _Unhashable(HandshakeError):  # noqa: N818
+class _UnhashableError(HandshakeError):
     """Something in a graph has no canonical text."""
 
 
@@ -537,7 +549,7 @@ class _Tables:
 
     def __init__(self, naming: str) -> None:
         self.naming = naming
-        self._symbols: dict[Any, tuple[Any, str]] = {}
+        self._symbols: dict[Any, Any] = {}
         self._expressions: dict[Any, str] = {}
         self._nested_integers: dict[int, int] = {}
         self._groups: dict[tuple[tuple[int, ...], int], str] = {}
@@ -611,7 +623,10 @@ class _Tables:
 
     def mesh(self, mesh: Any) -> str:
         """A device mesh: in roles, by its dimensions' names, sizes and groups; else by its ranks."""
-        ranks = mesh.mesh.tolist()
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            ranks = mesh.mesh.tolist()
         names = mesh.mesh_dim_names
         if self.naming == "role" and mesh.get_coordinate() is not None:
             groups = [self.group(_group_of_object(mesh.get_group(dim))) for dim in range(mesh.ndim)]
@@ -631,17 +646,17 @@ class _Tables:
             for symbol in sorted(expression.free_symbols, key=str):
                 if symbol not in self._symbols:
                     self._symbols[symbol] = self._symbol(symbol, node.shape_env)
-            renamed = expression.xreplace({symbol: self._symbols[symbol][0] for symbol in expression.free_symbols})
+            renamed = expression.xreplace({symbol: self._symbols[symbol] for symbol in expression.free_symbols})
             known = self._expressions[expression] = f"<{renamed}>"
         return known
 
-    def _symbol(self, symbol: Any, shape_env: Any) -> tuple[Any]:
-        import sympy
+    def _symbol(self, symbol: Any, shape_env: Any) -> Any:
+        import sympy  # type: ignore[import-untyped]
 
         bounds = shape_env.var_to_range.get(symbol)
         limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
         kind = str(symbol).rstrip("0123456789")
-        return (sympy.Symbol(f"{kind}{len(self._symbols)}{limits}", **symbol.assumptions0),)
+        return sympy.Symbol(f"{kind}{len(self._symbols)}{limits}", **symbol.assumptions0)
 
     def callable(self, target: Any) -> str:
         try:
@@ -660,7 +675,7 @@ class _Tables:
         if isinstance(target, OpOverloadPacket):
             return target._qualified_op_name.replace("::", ".")
         if isinstance(target, HigherOrderOperator):
-            return f"{target.namespace}.{target.name()}"
+            return f"{target.namespace}.{target._name}"
         if isinstance(target, type):
             return _class_name(target)
         if isinstance(target, types.FunctionType):
@@ -679,7 +694,7 @@ class _Tables:
             return f"method({target.__name__} of {self.constant(owner)})"
         if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)):
             return f"{_class_name(target.__objclass__)}.{target.__name__}"
-        raise _Unhashable(f"a call of {_class_name(type(target))}, which has no name that is the same on every rank")
+        raise _UnhashableError(f"{_class_name(type(target))} has no name that is the same on every rank")
 
     def constant(self, value: Any) -> str:
         """A value that holds no node."""
@@ -714,9 +729,9 @@ class _GraphWalk:
     """
 
     def __init__(self, tables: _Tables, graph_module: Any) -> None:
-        import torch
         from torch._subclasses.fake_tensor import FakeTensor
 
+        torch = _torch()
         self._tables = tables
         self._graph_module = graph_module
         self._torch = torch
@@ -728,7 +743,7 @@ class _GraphWalk:
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
         self._effectful_bodies: set[int] = set()
-        self._writers = {
+        self._writers: dict[type, Callable[[Any], str]] = {
             torch.fx.Node: self._reference,
             type(None): lambda value: "None",
             bool: str,
@@ -767,7 +782,8 @@ class _GraphWalk:
                 raise
             except Exception as error:
                 reason = f"{error}" or type(error).__name__
-                raise _Unhashable(f"node {node.name} ({node.target}) can't be hashed{_where(node)}: {reason}") from error
+                message = f"node {node.name} ({node.target}) can't be hashed{_where(node)}: {reason}"
+                raise _UnhashableError(message) from error
         return nodes
 
     def _node(self, node: Any, position: int) -> CanonicalNode:
@@ -786,18 +802,21 @@ class _GraphWalk:
         elif op == "call_function":
             target = self._tables.callable(node.target)
             call = _collective_call(node)
+            if target.startswith("higher_order.triton_kernel"):
+                raise _UnhashableError("a Triton kernel is named by its number in this process")
         elif op == "call_module":
             target = self._module_text(_attribute(self._graph_module, node.target))
         else:
             target = str(node.target)
-        if call is None:
-            arguments = self._arguments(node, {})
-        else:
+        replaced: dict[Any, str] = {}
+        if call is not None:
             group, replaced = self._collective(node, call)
-            arguments = self._arguments(node, replaced)
+        elif target == "higher_order.invoke_subgraph":
+            replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
+        arguments = self._arguments(node, replaced)
         metadata = self._metadata(_result(node), position if is_source else None)
         if op == "placeholder" and "desc" in node.meta:
-            self._descriptors[node.meta["desc"]] = position
+            self._descriptors.setdefault(_of_whole_tensor(node.meta["desc"]), position)
         elif op == "output":
             metadata = self._written_back(node.meta.get("desc"))
         content = f"{op} {target}({arguments}){metadata}"
@@ -908,18 +927,16 @@ class _GraphWalk:
             return f"partial({self._items((value.func, value.args, value.keywords))})"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return f"{name}({self._items(value)})"
-        if isinstance(value, (list, tuple, dict, set, frozenset)):
-            base = next(base for base in (list, tuple, dict, set, frozenset) if isinstance(value, base))
-            return f"{name} {self._writers[base](value)}"
-        if isinstance(value, (bool, int, float, complex, str, bytes)):
-            base = next(base for base in (bool, int, float, complex, str, bytes) if isinstance(value, base))
-            return f"{name} {self._writers[base](base(value))}"
+        base: Any
+        for base in (list, tuple, dict, set, frozenset, int, float, complex, str, bytes):
+            if isinstance(value, base):
+                return f"{name} {self._writers[base](base(value))}"
         value = _object(value)
         distributed = torch.distributed
         if distributed.is_available():
             if isinstance(value, distributed.ProcessGroup):
                 return self._tables.group(_group_of_object(value))
-            if isinstance(value, distributed.DeviceMesh):
+            if isinstance(value, distributed.device_mesh.DeviceMesh):
                 return self._tables.mesh(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -928,7 +945,7 @@ class _GraphWalk:
             return f"{name}({value.dtype})"
         if callable(value) and not isinstance(value, torch.nn.Module):
             return self._tables.callable(value)
-        raise _Unhashable(f"it holds an object of class {name}, which has no text that is the same on every rank")
+        raise _UnhashableError(f"it holds an object of class {name}, which has no text that is the same on every rank")
 
     # Attributes of the graph module.
 
@@ -947,10 +964,9 @@ class _GraphWalk:
         name = _class_name(type(module))
         description = repr(module)
         if not name.startswith("torch.nn.modules.") or " at 0x" in description:
-            raise _Unhashable(f"it calls a module of class {name}, whose program is not in the graph")
+            raise _UnhashableError(f"it calls a module of class {name}, whose program is not in the graph")
         state = {
-            key: self._metadata(tensor, None)
-            for key, tensor in (*module.named_parameters(), *module.named_buffers())
+            key: self._metadata(tensor, None) for key, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         return f"{name} {description!r} training={module.training} {self._dict(state)}"
 
@@ -991,7 +1007,9 @@ class _GraphWalk:
             return _class_name(type(value))  # what it holds follows from op and arguments
         value = _object(value)
         distributed = torch.distributed
-        if distributed.is_available() and isinstance(value, (distributed.ProcessGroup, distributed.DeviceMesh)):
+        if distributed.is_available() and isinstance(
+            value, (distributed.ProcessGroup, distributed.device_mesh.DeviceMesh)
+        ):
             return self.value(value)
         return _class_name(type(value))
 
@@ -1001,7 +1019,8 @@ class _GraphWalk:
         torch = self._torch
         layout = tensor.layout
         strided = layout is torch.strided
-        text = f"{tensor.dtype}{self._sizes(tensor.shape)}{self._sizes(tensor.stride()) if strided else layout}{tensor.device.type}"
+        strides = self._sizes(tensor.stride()) if strided else layout
+        text = f"{tensor.dtype}{self._sizes(tensor.shape)}{strides}{tensor.device.type}"
         if tensor.dtype.is_complex and tensor.is_conj():
             text += " conj"
         if is_traceable_wrapper_subclass(tensor):
@@ -1024,6 +1043,7 @@ class _GraphWalk:
         """Which outputs are new values of which inputs: AOTAutograd writes those back after the graph has run."""
         texts = []
         for index, descriptor in enumerate(descriptors or ()):
+            descriptor = _of_whole_tensor(descriptor)
             kind = type(descriptor).__name__
             if kind == "InputMutationAOTOutput":
                 texts.append(f"{index} to {self._descriptors.get(descriptor.mutated_input)}")
@@ -1045,6 +1065,13 @@ class _GraphWalk:
         return False
 
 
+def _of_whole_tensor(descriptor: Any) -> Any:
+    """AOTAutograd's descriptor of an input or output; of a part of a tensor subclass, that of the whole."""
+    while type(descriptor).__name__.startswith("Subclass"):
+        descriptor = descriptor.base
+    return descriptor
+
+
 def _elements_digest(tensor: Any) -> str:
     """A digest of a tensor's elements in row-major order, whatever its strides."""
     import ctypes
@@ -1052,7 +1079,7 @@ def _elements_digest(tensor: Any) -> str:
     import torch
 
     if tensor.layout is not torch.strided:
-        raise _Unhashable(f"a constant of layout {tensor.layout}")
+        raise _UnhashableError(f"a constant of layout {tensor.layout}")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     count = plain.numel() * plain.element_size()
     elements = (ctypes.c_char * count).from_address(plain.data_ptr()) if count else b""
@@ -1081,7 +1108,7 @@ def _function_has_effect(node: Any) -> bool:
     if module == "torch.nn.functional" and any(argument is True for argument in node.args):
         return True  # `inplace`, perhaps
     # What Dynamo records no value for switches a state (grad mode, autocast, …).
-    return _is_in_place(name) or _is_random(name) or _result(node) is None
+    return name == "wait_tensor" or _is_in_place(name) or _is_random(name) or _result(node) is None
 
 
 def _is_in_place(name: str) -> bool:
@@ -1164,10 +1191,10 @@ def _mutations(node: Any) -> list[tuple[str, str]]:
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or not schema.is_mutable:
         return []
-    mutated = []
+    changed: list[tuple[str, str]] = []
     for index, argument in enumerate(schema.arguments):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             values = value if isinstance(value, (list, tuple)) else [value]
-            mutated.extend((n.name, str(node.target)) for n in values if getattr(n, "op", None) == "placeholder")
-    return mutated
+            changed.extend((n.name, str(node.target)) for n in values if getattr(n, "op", None) == "placeholder")
+    return changed
