@@ -352,7 +352,7 @@ class _CollectiveHandshakeConsensus:
         for cell in opened:
             self._note_contested_members(cell)
         if self._contested:
-            self._settle_wait_cycles(now, decisions)
+            self._settle_wait_cycles(now, decisions, standing=False)
         if vote.number in self._pending:
             self._wake_at(vote.next_notice() if deadline is None else min(deadline, vote.next_notice()))
         return decisions
@@ -366,12 +366,18 @@ class _CollectiveHandshakeConsensus:
                 component = vote.cells[0].component
                 self._settle(component, self._timeout_finding(component, now), now, decisions)
         if self._contested:
-            self._settle_wait_cycles(now, decisions)
+            self._settle_wait_cycles(now, decisions, standing=True)
         return decisions
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
         """Takes note that a rank is gone: whoever waits for it gets PEER_LOST, and so does every later vote on a
-        group that holds it, until `rejoin_rank`. The lost rank's own votes are forgotten without an answer."""
+        group that holds it, until `rejoin_rank`. The lost rank's own votes are forgotten without an answer.
+
+        Raises:
+            HandshakeConfigError: the rank is outside the world.
+        """
+        if not 0 <= rank < self._num_ranks:
+            raise HandshakeConfigError(f"rank {rank} is outside a world of {self._num_ranks} ranks", ranks=[rank])
         self._lost[rank] = reason
         decisions: list[Decision] = []
         for group in self._groups_of_rank[rank]:
@@ -420,8 +426,8 @@ class _CollectiveHandshakeConsensus:
             self._wake_at(vote.next_notice())
             if vote.deadline is not None:
                 self._wake_at(vote.deadline)
-        for rank in self._contested:
-            for vote in self._pending_of_rank[rank]:
+        if self._contested:
+            for vote in self._pending.values():
                 if vote.arrived + CYCLE_GRACE_S > now:
                     self._wake_at(vote.arrived + CYCLE_GRACE_S)
         return due
@@ -585,35 +591,56 @@ class _CollectiveHandshakeConsensus:
             waiting = [rank for rank in cell.group.ranks if self._pending_of_rank[rank]]
         self._contested.update(rank for rank in waiting if rank not in cell.voters)
 
-    def _settle_wait_cycles(self, now: float, decisions: list[Decision]) -> None:
+    def _settle_wait_cycles(self, now: float, decisions: list[Decision], *, standing: bool) -> None:
         """SPLIT for the components that wait for one another in a cycle.
 
         One component waits for another when it lacks the vote of a rank that is blocked in the other. Only contested
-        ranks make such a pair, and in a healthy job there are none.
+        ranks make such a pair, and in a healthy job there are none. A cycle of ranks that are known to be blocked is
+        answered at once; one in which a rank may still vote only where `standing` is set, and once nothing has been
+        added to it for `CYCLE_GRACE_S`.
         """
         self._contested = {
             rank for rank in self._contested if self._pending_of_rank[rank] and self._is_contested(rank)
         }
+        for cycle in self._wait_cycles({rank for rank in self._contested if self._is_known_blocked(rank)}):
+            self._settle_cycle(cycle, now, decisions)
+        for cycle in self._wait_cycles(self._contested):
+            answered_at = max(vote.arrived for component in cycle for vote in component.votes) + CYCLE_GRACE_S
+            if standing and answered_at <= now:
+                self._settle_cycle(cycle, now, decisions)
+            elif answered_at > now:
+                self._wake_at(answered_at)
+
+    def _is_known_blocked(self, rank: int) -> bool:
+        votes = self._pending_of_rank[rank]
+        return len(votes) == 1 and votes[0].blocking
+
+    def _wait_cycles(self, ranks: set[int]) -> list[dict[_Component, dict[_Component, int]]]:
+        """The sets of components that wait for one another through the blocks of `ranks`: for each component, those
+        of its set that it waits for, and the rank whose vote it lacks."""
         waits_for: dict[_Component, dict[_Component, int]] = {}
-        for rank in sorted(self._contested):
-            blocked_in = self._pending_of_rank[rank]
-            known_blocked = len(blocked_in) == 1 and blocked_in[0].blocking
-            stands_until = blocked_in[-1].arrived + CYCLE_GRACE_S
-            if not known_blocked and now < stands_until:
-                self._wake_at(stands_until)
-                continue
+        for rank in sorted(ranks):
             for cell in self._cells_waiting_for(rank):
-                for vote in blocked_in:
+                for vote in self._pending_of_rank[rank]:
                     waits_for.setdefault(cell.component, {})[vote.cells[0].component] = rank
         reachable = {component: _reachable(component, waits_for) for component in waits_for}
-        in_cycle = {component for component in waits_for if component in reachable[component]}
-        while in_cycle:
-            start = in_cycle.pop()
-            together = {c for c in in_cycle if c in reachable[start] and start in reachable[c]} | {start}
-            in_cycle -= together
-            finding = self._cycle_finding(together, waits_for)
-            for component in sorted(together, key=lambda c: c.votes[0].number):
-                self._settle(component, finding, now, decisions)
+        left = {component for component in waits_for if component in reachable[component]}
+        cycles = []
+        while left:
+            start = next(iter(left))
+            together = {other for other in left if other in reachable[start] and start in reachable[other]}
+            left -= together
+            cycles.append(
+                {c: {other: rank for other, rank in waits_for[c].items() if other in together} for c in together}
+            )
+        return cycles
+
+    def _settle_cycle(
+        self, cycle: dict[_Component, dict[_Component, int]], now: float, decisions: list[Decision]
+    ) -> None:
+        finding = self._cycle_finding(cycle)
+        for component in sorted(cycle, key=lambda component: component.votes[0].number):
+            self._settle(component, finding, now, decisions)
 
     # ------------------------------------------------------------------ saying why
 
@@ -688,10 +715,10 @@ class _CollectiveHandshakeConsensus:
 
     def _lost_finding(self, group: Group, span: tuple[int, int]) -> _Finding:
         lost = sorted(group.lost)
-        causes = "; ".join(f"{self._name(rank)}: {self._lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
+        causes = "; ".join(f"{self._name(rank)}, {self._lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
         return _Finding(
             Outcome.PEER_LOST,
-            f"{format_ranks(lost)} of {group.name} is gone at [{span[0]}, {span[1]}): {causes}. "
+            f"a member of {group.name} is gone, at [{span[0]}, {span[1]}): {causes}. "
             f"Look at the end of the log of {format_ranks(lost)}, and restart the job",
             tuple(lost),
             group.ranks,
@@ -734,26 +761,30 @@ class _CollectiveHandshakeConsensus:
         state = "still waits in" if self._pending_of_rank[rank] else "last voted on"
         return f"{state} {where}, {now - when:.1f} s ago"
 
-    def _cycle_finding(
-        self, together: set[_Component], waits_for: dict[_Component, dict[_Component, int]]
-    ) -> _Finding:
+    def _cycle_finding(self, cycle: dict[_Component, dict[_Component, int]]) -> _Finding:
         blocked: dict[int, _Cell] = {}
-        for component in together:
-            for other, rank in waits_for[component].items():
-                if other in together:
-                    blocked[rank] = self._pending_of_rank[rank][0].cells[0]
+        for waited_for in cycle.values():
+            for component, rank in waited_for.items():
+                vote = next(vote for vote in self._pending_of_rank[rank] if vote.cells[0].component is component)
+                blocked[rank] = vote.cells[0]
         described = ", ".join(
             f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {cell.group.name}"
             for rank, cell in sorted(blocked.items())[:MAX_RANKS_LAST_SEEN]
         )
         first = blocked[min(blocked)]
+        if len(blocked) == 1:
+            lacking = next(cell for cell in self._cells_waiting_for(min(blocked)))
+            reason = (
+                f"{described}, and others of that handshake wait for it at [{lacking.start}, {lacking.end}) on "
+                f"{lacking.group.name}: it can't vote there before they have voted here"
+            )
+        else:
+            reason = (
+                f"{format_ranks(blocked)} wait for one another in a cycle: {described}. "
+                f"They issue collectives on these groups in different orders"
+            )
         return _Finding(
-            Outcome.SPLIT,
-            f"{format_ranks(blocked)} wait for one another in a cycle: {described}. "
-            f"They issue collectives on these groups in different orders",
-            tuple(sorted(blocked)),
-            first.group.ranks,
-            (first.start, first.end),
+            Outcome.SPLIT, reason, tuple(sorted(blocked)), first.group.ranks, (first.start, first.end)
         )
 
     def _wake_at(self, when: float) -> None:

@@ -411,7 +411,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
                     for item in items
                 }
             )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HandshakeProtocolError(f"not the JSON of collective counts: {error}") from error
 
     def __getitem__(self, pg: GroupLike) -> ProcessGroupCollectiveCount:
@@ -535,7 +535,7 @@ class CollectiveHandshakeRequest:
                 fields["executable_fingerprint"],
                 fields["rank"],
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HandshakeProtocolError(f"not a handshake request: {error}") from error
 
     def __eq__(self, other: object) -> bool:
