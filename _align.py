@@ -23,7 +23,7 @@ The steps, each of which leaves less for the next:
 import bisect
 from collections.abc import Hashable, Sequence
 
-# Myers' algorithm keeps one list per edit, edits²/2 numbers in all: 32,000 for 256 edits, which took 20 ms.
+# Myers' algorithm keeps a list of 2 · edits numbers per edit: 130,000 numbers for 256 edits, which took 20 ms.
 DEFAULT_MAX_EDITS = 256
 
 # Edits that one window of step 5 looks ahead: a run of added items longer than this may be aligned badly there.

@@ -1,0 +1,943 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in which way the graphs of several ranks differ, and what to change so that they don't.
+
+Works on the text of graphs alone (see `_graph_text`), without torch: online in a process of its own, for the
+variants that the ranks sent after a split; offline on files that somebody already has:
+
+    python handshake.py explain rank0.txt rank1.txt --html report.html
+
+**Reference.** The variant that most ranks have; of several, the one with the lowest rank. Rank 0 may be the odd one
+out. Every other variant is compared with it (`_graph_diff`).
+
+**Merging.** The same place in the reference that differs in several variants is one difference with one value per
+variant. For a constant these are a table; values that are affine in the rank, or in its place in a group, are
+recognised: that is a shard's offset, baked into the graph.
+"""
+
+import json
+import os
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+if __package__:
+    from ._align import align
+    from ._divergence_page import page
+    from ._graph_diff import (
+        MAX_DIFFERENCES_PER_VARIANT,
+        NOT_THERE,
+        Comparison,
+        Difference,
+        Keys,
+        clip,
+        compare,
+        count_collectives,
+        gaps,
+        node_keys,
+        number_of,
+        short_target,
+    )
+    from ._graph_text import Graph, Source, group_ranks, parse
+    from ._types import format_ranks
+else:
+    from _align import align
+    from _divergence_page import page
+    from _graph_diff import (
+        MAX_DIFFERENCES_PER_VARIANT,
+        NOT_THERE,
+        Comparison,
+        Difference,
+        Keys,
+        clip,
+        compare,
+        count_collectives,
+        gaps,
+        node_keys,
+        number_of,
+        short_target,
+    )
+    from _graph_text import Graph, Source, group_ranks, parse
+    from _types import format_ranks
+
+# The text goes into a log and is read in a terminal: a screen or two.
+MAX_TEXT_DIFFERENCES = 10
+MAX_TEXT_VARIANTS = 8
+MAX_TEXT_VALUES = 4
+MAX_TEXT_ADVICE = 6
+MAX_TEXT_SLOTS = 8
+MAX_WIDTH = 110
+
+# A group of more ranks than this is not looked for when a constant is checked for `rank % size`.
+MAX_GROUP_SIZE_GUESSED = 4096
+
+# A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB.
+MAX_FILE_BYTES = 512 * 2**20
+
+
+class Variant(NamedTuple):
+    """One of the graphs, and who has it.
+
+    Attributes:
+        ranks: the ranks that have it.
+        fingerprint: by which it was found to be another graph.
+        text: of the graph; empty if it is not there.
+        hosts: `host:pid` by rank, where known.
+    """
+
+    ranks: tuple[int, ...]
+    fingerprint: str
+    text: str
+    hosts: Mapping[int, str] = {}
+
+
+class Context(NamedTuple):
+    """What is known beside the graphs. Everything may be missing.
+
+    Attributes:
+        groups: (ranks, (start, end)) of each group's line where the split was; the span may be None.
+        before: the handshakes just before, a line of text each, oldest first.
+        reason: why the vote was split.
+        notes: what was left out, and which bound made it so.
+        versions: {library: version} by rank.
+        title: what these graphs are, for the heading.
+    """
+
+    groups: tuple[tuple[tuple[int, ...], tuple[int, int] | None], ...] = ()
+    before: tuple[str, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    versions: Mapping[int, Mapping[str, str]] = {}
+    title: str = ""
+
+
+# --- Merging the variants ---------------------------------------------------------------------------------------------
+
+
+def _merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
+    """One difference for each place in the reference, with the values of all the variants that differ there."""
+    merged: dict[Any, Difference] = {}
+    for variant, comparison in comparisons.items():
+        for difference in comparison.differences:
+            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.reference)
+            if difference.reference == NOT_THERE:
+                key = (*key, difference.values[-1])
+            known = merged.setdefault(key, difference)
+            known.values[variant] = difference.values[-1]
+            known.follows = max(known.follows, difference.follows)
+    for difference in merged.values():
+        difference.values.pop(-1, None)
+    return sorted(merged.values(), key=lambda difference: (difference.body, difference.position))
+
+
+_INTEGER = re.compile(r"-?\d+$")
+_FLOAT = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?$")
+
+
+def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] = ()) -> str:
+    """The formula by which a constant depends on the rank, or an empty string.
+
+    Args:
+        value_of_rank: the constant as written, by rank; not all ranks need be there.
+        groups: ranks of the groups that are known; a rank's place in its group of each size is tried.
+
+    Returns:
+        Such as `18992 · rank`, `18992 · (rank + 1)` or `64 · (rank % 4)`. Two values are enough only for a multiple
+        of the rank or of the rank + 1; any two points lie on a line.
+    """
+    values: dict[int, float] = {}
+    for rank, text in value_of_rank.items():
+        if not _FLOAT.match(text):
+            return ""
+        values[rank] = int(text) if _INTEGER.match(text) else float(text)
+    for name, index_of in _indices(values, groups):
+        formula = _affine(values, name, index_of)
+        if formula:
+            return formula
+    return ""
+
+
+def _indices(
+    values: Mapping[int, float], groups: Iterable[Sequence[int]]
+) -> Iterator[tuple[str, Mapping[int, int]]]:
+    """What a constant may depend on: (name, value by rank)."""
+    yield "rank", {rank: rank for rank in values}
+    by_size: dict[int, list[Sequence[int]]] = {}
+    for group in groups:
+        if group not in by_size.setdefault(len(group), []):
+            by_size[len(group)].append(group)
+    for size, known in sorted(by_size.items()):
+        place = {rank: sorted(group).index(rank) for group in known for rank in group}
+        members = Counter(rank for group in known for rank in group)
+        if size > 1 and all(members[rank] == 1 for rank in values):
+            yield f"(rank in its group of {size})", place
+    for size in range(2, min(max(values, default=0), MAX_GROUP_SIZE_GUESSED) + 1):
+        yield f"(rank % {size})", {rank: rank % size for rank in values}
+        yield f"(rank // {size})", {rank: rank // size for rank in values}
+
+
+def _affine(values: Mapping[int, float], name: str, index_of: Mapping[int, int]) -> str:
+    points: dict[int, float] = {}
+    for rank, value in values.items():
+        if points.setdefault(index_of[rank], value) != value:
+            return ""
+    if len(points) < 2:
+        return ""
+    (x0, y0), (x1, y1), *_ = points.items()
+    step = (y1 - y0) / (x1 - x0)
+    if all(isinstance(value, int) for value in points.values()):
+        if step != int(step):
+            return ""
+        step = int(step)
+    offset = y0 - step * x0
+    if not step or any(abs(step * x + offset - y) > 1e-9 * abs(y) for x, y in points.items()):
+        return ""
+    ahead = offset / step
+    if len(points) == 2 and (ahead not in (0, 1) or abs(step) < 2):
+        return ""
+    if ahead == int(ahead) and abs(ahead) <= max(points) + 1:
+        inner = name if not ahead else f"({name} {'+' if ahead > 0 else '-'} {abs(int(ahead))})"
+        return inner.strip("()") if step == 1 and ahead else f"{step} · {inner}" if step != 1 else inner
+    return f"{step} · {name} {'+' if offset > 0 else '-'} {abs(offset)}"
+
+
+# --- Advice -----------------------------------------------------------------------------------------------------------
+
+
+def _advice(report: "Report") -> list[str]:
+    """What to change, the most telling first; each piece once."""
+    found: dict[str, str] = {}
+    context, differences = report.context, report.differences
+    if _version_lines(context.versions):
+        found["versions"] = (
+            "The ranks have different library versions (above). Install the same ones everywhere first: other "
+            "versions decompose, fuse and partition differently."
+        )
+    elif report.split_by_host:
+        found["hosts"] = (
+            "The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile "
+            "caches (a cache that is warm on some hosts only can give them an older graph; clear it or share it)."
+        )
+    for difference in differences:
+        for key, text in _advice_for(difference, report):
+            found.setdefault(key, text)
+    if not differences and len(report.variants) > 1:
+        found["none"] = (
+            "The texts of the graphs are the same, so the fingerprints differ in something that the text does not "
+            "show: values of tensor constants, inputs that are changed in place or share memory, or how it was "
+            "compiled. A fingerprint of the executable differs as well where library versions or compiler flags do."
+        )
+    return list(found.values())
+
+
+def _advice_for(difference: Difference, report: "Report") -> Iterator[tuple[str, str]]:
+    kind = difference.kind
+    odd = format_ranks(rank for variant in difference.values for rank in report.variants[variant].ranks)
+    at = f" ({_source_text(difference.source, with_code=False)})" if difference.source else ""
+    if kind == "constant" and difference.formula:
+        formulas = list(dict.fromkeys(each.formula for each in report.differences if each.formula))
+        shown = ", ".join(f"`{formula}`" for formula in formulas[:3])
+        what = "The bounds of the rank's shard" if "·" in shown else "Numbers that depend on the rank"
+        yield "shard", (
+            f"{what} ({shown}) are baked into the graph as Python constants{at}. Keep the shard's bounds in a buffer "
+            "(`self.register_buffer(\"shard_start\", torch.tensor(start), persistent=False)`) or pass them to the "
+            "compiled function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
+        )
+    elif kind == "constant":
+        yield "constant", (
+            f"A Python number that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
+            "variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor."
+        )
+    elif kind == "tensor constant":
+        yield "tensor constant", (
+            f"A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it "
+            "once in `__init__` with `register_buffer`, or pass it in as an input."
+        )
+    elif kind in ("op", "missing node", "added node", "nested body", "operand", "order", "tensor class", "graph"):
+        if difference.at_end and difference.size > 1:
+            yield _graph_break(odd)
+        if any(node.is_collective for node in (difference.node, *difference.nodes)):
+            yield _same_collectives(at)
+        if kind == "graph":
+            yield "graph", (
+                f"The graphs of {odd} and of the reference have next to nothing in common: these ranks are at "
+                "different places of the program. Look for a branch on the rank or on data before this point, a graph "
+                "break or a recompile on some ranks only, or a compile cache that is warm on some ranks only."
+            )
+        else:
+            yield "op", (
+                f"The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, "
+                "and remove it or compute both sides on all ranks; else for other library versions, for a compile "
+                "cache that is warm on some ranks only (clear it or share it), or for a partitioner that chose "
+                "differently."
+            )
+    elif kind == "number of collectives":
+        if difference.at_end and difference.size > 1:
+            yield _graph_break(odd)
+        yield _same_collectives(at)
+    elif kind == "order of collectives":
+        yield "order of collectives", (
+            f"The same collectives come in another order on {odd}{at}. Issue them in a fixed order: iterate over "
+            "sorted keys, not over a set or dict that was filled in another order; switch off passes that reorder by "
+            "timings measured in each process (for Inductor "
+            "`torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all."
+        )
+    elif kind == "shape":
+        yield "shape", (
+            f"Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or "
+            "pad; uneven shards: pad the shard), or mark the dimension dynamic on all ranks: "
+            "`torch._dynamo.mark_dynamic(tensor, dim)` before the first call, or `torch.compile(dynamic=True)`."
+        )
+    elif kind == "dtype":
+        yield "dtype", (
+            f"The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded "
+            "checkpoint are the same everywhere."
+        )
+    elif kind in ("stride", "device"):
+        yield kind, (
+            f"The {kind} is not the same on all ranks{at}: "
+            + (
+                "call `.contiguous()` (or use one memory format) before the compiled part."
+                if kind == "stride"
+                else "put the tensor on the same kind of device on all ranks."
+            )
+        )
+    elif kind == "group":
+        if "same ranks" in difference.what:
+            yield "group name", (
+                f"The group has the same ranks but was created under another name{at}: names are counted in the order "
+                "of creation. Create the groups in the same order, and as many, on all ranks (every rank calls "
+                "new_group for every group, its own or not), or take them from one DeviceMesh."
+            )
+        else:
+            yield "group", (
+                f"The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, "
+                "its column), fingerprint by role: `graph_fingerprint(graph_module, groups=\"role\")`. Else use the "
+                "same group on all ranks, and create the groups in the same order on all of them."
+            )
+    elif kind == "inputs":
+        yield "inputs", (
+            "The graphs take different inputs: check that all ranks have the same parameters and the same optional "
+            "arguments, that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is "
+            "dynamic on all ranks or on none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call."
+        )
+    elif kind == "outputs":
+        yield "outputs", (
+            "The graphs return different values: check that the same parameters need gradients on all ranks, that the "
+            "function returns the same on all, and that a compile cache or partitioner did not choose other tensors to "
+            "save for backward on some ranks."
+        )
+
+
+def _same_collectives(at: str) -> tuple[str, str]:
+    return "collectives", (
+        f"Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another for ever. "
+        "Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to "
+        "give), not under a condition that depends on the rank."
+    )
+
+
+def _graph_break(odd: str) -> tuple[str, str]:
+    return "break", (
+        f"One graph ends or begins where the other goes on: probably a graph break, or a function compiled separately, "
+        f"on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest; "
+        "`torch.compile(fullgraph=True)` turns a break into an error at its place."
+    )
+
+
+def _version_lines(versions: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """One line for each library whose version is not the same on all ranks."""
+    lines = []
+    for library in sorted({library for of_rank in versions.values() for library in of_rank}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in sorted(versions.items()):
+            ranks_of.setdefault(of_rank.get(library, "none"), []).append(rank)
+        if len(ranks_of) > 1:
+            sides = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+            lines.append(f"{library}: " + ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in sides))
+    return lines
+
+
+def _source_text(source: Source | None, with_code: bool = True) -> str:
+    if source is None:
+        return "no source line known"
+    return f"{source.place}: {clip(source.code)}" if with_code and source.code else source.place
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """What differs between the variants of one graph.
+
+    Attributes:
+        variants: largest first; the first is the reference of all comparisons (if its text could be read).
+        graphs: the graph read from each variant's text, or None.
+        comparisons: by index of the variant.
+        differences: merged over the variants, in the order of the reference.
+        advice: what to change, the most telling first.
+    """
+
+    def __init__(self, variants: Iterable[Variant], graphs: Iterable[Graph | None], context: Context) -> None:
+        """`graphs` are those read from the variants' texts; see `explain`."""
+        self.context = context
+        both = sorted(
+            zip(variants, graphs, strict=True), key=lambda item: (-len(item[0].ranks), min(item[0].ranks, default=0))
+        )
+        self.variants = [variant for variant, _ in both]
+        self.graphs = [graph for _, graph in both]
+        self.reference = next((number for number, graph in enumerate(self.graphs) if graph is not None), 0)
+        self.comparisons: dict[int, Comparison] = {}
+        cache: dict[int, Keys] = {}
+        reference = self.graphs[self.reference] if self.graphs else None
+        for number, graph in enumerate(self.graphs):
+            if number != self.reference and graph is not None and reference is not None:
+                self.comparisons[number] = compare(reference, graph, cache)
+        self._matched = {
+            (number, body.path): frozenset(i for i, _ in body.pairs).union(body.moved)
+            for number, comparison in self.comparisons.items()
+            for body in comparison.bodies
+        }
+        self.differences = _merge(self.comparisons)
+        self._complete()
+        self.advice = _advice(self)
+
+    def _complete(self) -> None:
+        """Adds what needs all the variants: formulas of constants, ranks of groups."""
+        groups: list[Sequence[int]] = [ranks for ranks, _ in self.context.groups]
+        groups += [ranks for graph in self.graphs if graph is not None for ranks in group_ranks(graph.facts).values()]
+        for difference in self.differences:
+            if difference.kind == "constant":
+                difference.formula = recognise(self.value_of_rank(difference), groups)
+            elif difference.kind == "group":
+                self._complete_group(difference)
+
+    def _complete_group(self, difference: Difference) -> None:
+        sides = [(self.reference, difference.reference), *difference.values.items()]
+        members = []
+        for number, name in sides:
+            graph = self.graphs[number]
+            members.append(group_ranks(graph.facts).get(name.strip("'\"")) if graph is not None else None)
+        if None not in members and len({tuple(ranks) for ranks in members if ranks is not None}) == 1:
+            difference.what = f"name of the group ({difference.what}; same ranks)"
+        texts = [
+            name if ranks is None else f"{name} = {format_ranks(ranks)}"
+            for (_, name), ranks in zip(sides, members, strict=True)
+        ]
+        difference.reference = texts[0]
+        difference.values = dict(zip(difference.values, texts[1:], strict=True))
+
+    def value(self, difference: Difference, number: int) -> str | None:
+        """A difference's side in this variant; None if it doesn't have the node."""
+        if number in difference.values or number not in self.comparisons:
+            return difference.values.get(number, difference.reference)
+        if difference.what in ("added", "inputs"):
+            return difference.reference
+        matched = self._matched.get((number, difference.body), frozenset())
+        return difference.reference if difference.position in matched else None
+
+    def value_of_rank(self, difference: Difference) -> dict[int, str]:
+        """A difference's value on each rank whose graph has the node."""
+        return {
+            rank: value
+            for number in (self.reference, *self.comparisons)
+            if (value := self.value(difference, number)) is not None
+            for rank in self.variants[number].ranks
+        }
+
+    def sides(self, difference: Difference) -> list[tuple[tuple[int, ...], str]]:
+        """(ranks, value) of each value, the reference's first, then in the order of the variants."""
+        ranks_of: dict[str, list[int]] = {difference.reference: []}
+        for number in (self.reference, *self.comparisons):
+            value = self.value(difference, number) or NOT_THERE
+            ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
+        return [(tuple(sorted(ranks)), value) for value, ranks in ranks_of.items()]
+
+    @property
+    def split_by_host(self) -> bool:
+        """Whether all ranks of a host have the same variant, with several hosts and a host of several ranks."""
+        variants_of: dict[str, set[int]] = {}
+        ranks = 0
+        for number, variant in enumerate(self.variants):
+            for address in variant.hosts.values():
+                variants_of.setdefault(address.rpartition(":")[0], set()).add(number)
+                ranks += 1
+        return 1 < len(variants_of) < ranks and len(self.variants) > 1 and all(
+            len(numbers) == 1 for numbers in variants_of.values()
+        )
+
+    def name(self, number: int) -> str:
+        """A variant's short name: A for the first."""
+        letters = ""
+        number += 1
+        while number:
+            number, letter = divmod(number - 1, 26)
+            letters = chr(65 + letter) + letters
+        return letters
+
+    def headline(self) -> str:
+        ranks = [rank for variant in self.variants for rank in variant.ranks]
+        title = f"{self.context.title}: " if self.context.title else ""
+        if len(self.variants) == 1:
+            return f"{title}{format_ranks(ranks)} have the same graph"
+        return f"{title}{format_ranks(ranks)} have {len(self.variants)} different graphs"
+
+    def where(self) -> list[str]:
+        """Position on the groups' lines, reason, versions, the handshakes before, bounds that bit; a line each."""
+        lines = [
+            f"On the line of {format_ranks(ranks)}" + (f": collectives [{span[0]}, {span[1]})" if span else "")
+            for ranks, span in self.context.groups
+        ]
+        if self.context.reason:
+            lines.append(f"Reason: {self.context.reason}")
+        lines.extend(f"Library versions differ: {line}" for line in _version_lines(self.context.versions))
+        return lines
+
+    def notes(self) -> list[str]:
+        """What the report lacks, and why."""
+        notes = list(self.context.notes)
+        for number, (variant, graph) in enumerate(zip(self.variants, self.graphs, strict=True)):
+            who = f"{self.name(number)} ({format_ranks(variant.ranks)})"
+            if graph is None:
+                why = "holds no graph that could be read" if variant.text else "is not there"
+                notes.append(f"the text of {who} {why}: not compared")
+            elif graph.is_cut:
+                notes.append(f"the text of {who} is cut off: what is missing at its end may be there in fact")
+            if variant.fingerprint.startswith("unhashable-"):
+                notes.append(f"the graph of {who} could not be hashed (see the warning there): it equals no other")
+        for number, comparison in self.comparisons.items():
+            if comparison.dropped:
+                notes.append(
+                    f"{self.name(number)}: {comparison.dropped:,} differences more than "
+                    f"MAX_DIFFERENCES_PER_VARIANT={MAX_DIFFERENCES_PER_VARIANT} are left out"
+                )
+        return notes
+
+    def describe_variant(self, number: int) -> str:
+        """Size and fingerprint of a variant, and where its ranks run."""
+        variant, graph = self.variants[number], self.graphs[number]
+        parts = []
+        if graph is not None:
+            collectives = number_of(count_collectives(graph.body), "collective")
+            parts.append(f"{number_of(len(graph.body.nodes), 'node')}, {collectives}")
+        if variant.fingerprint:
+            parts.append(f"fingerprint {variant.fingerprint[:16]}{'…' if len(variant.fingerprint) > 16 else ''}")
+        hosts = [variant.hosts[rank] for rank in sorted(variant.hosts)]
+        if hosts:
+            parts.append(", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""))
+        return "; ".join(parts)
+
+    def source_text(self, difference: Difference) -> str:
+        """The user's line; of an input the line that reads it first."""
+        first = "first used in " if difference.node.op == "placeholder" else ""
+        return f"{first}{_source_text(difference.source)}"
+
+    def position_on_line(self, difference: Difference) -> str:
+        """Where on its group's line a collective that differs is, if the span is known."""
+        graph = self.graphs[self.reference]
+        collective = next((node for node in (difference.node, *difference.nodes) if node.is_collective), None)
+        if graph is None or collective is None or collective.group is None or difference.body:
+            return ""
+        name = collective.group.text
+        ranks = group_ranks(graph.facts).get(name[1:-1])
+        for members, span in self.context.groups:
+            if span is not None and ranks is not None and sorted(members) == sorted(ranks):
+                before = graph.body.nodes[: difference.position]
+                number = sum(node.group is not None and node.group.text == name for node in before)
+                return f"position {span[0] + number} on the line of {format_ranks(members)}"
+        return ""
+
+    def place(self, difference: Difference) -> str:
+        """Node, position and operation of a difference."""
+        reference = self.graphs[self.reference]
+        total = len(reference.body.nodes) if reference is not None else 0
+        body = f" of nested body `{difference.body}`" if difference.body else f" of {total:,}"
+        if difference.kind == "graph":
+            return "the whole graph"
+        if difference.what in ("inputs", "outputs", "added"):
+            before = "before " if difference.what == "added" else ""
+            position = self.position_on_line(difference)
+            return f"{before}node {difference.position}{body}" + (f", {position}" if position else "")
+        node = difference.node
+        operation = f" = {short_target(node.target)}" if node.op == "call" else f" ({node.op})"
+        position = self.position_on_line(difference)
+        return f"node {difference.position}{body}, `{node.name}`{operation}" + (f", {position}" if position else "")
+
+    def text(self) -> str:
+        """The report for a log: a screen or two."""
+        lines = [self.headline(), *(f"  {line}" for line in self.where())]
+        if len(self.variants) > 1:
+            lines.append("Variants, largest first; A is the reference:" if not self.reference else "Variants:")
+            for number, variant in enumerate(self.variants[:MAX_TEXT_VARIANTS]):
+                lines.append(f"  {self.name(number)}  {format_ranks(variant.ranks)}  {self.describe_variant(number)}")
+            if len(self.variants) > MAX_TEXT_VARIANTS:
+                left = [rank for variant in self.variants[MAX_TEXT_VARIANTS:] for rank in variant.ranks]
+                count = len(self.variants) - MAX_TEXT_VARIANTS
+                lines.append(f"  and {number_of(count, 'variant')} more on {format_ranks(left)}")
+        if self.differences:
+            follows = sum(difference.follows for difference in self.differences)
+            also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
+            lines.append(f"What differs, in {number_of(len(self.differences), 'place')}{also}:")
+        for number, difference in enumerate(self.differences[:MAX_TEXT_DIFFERENCES], 1):
+            lines.append(f"  {number}. {difference.kind}: {self.place(difference)}, {difference.what}")
+            if difference.source is not None:
+                lines.append(f"     {self.source_text(difference)}")
+            lines.extend(f"     {line}" for line in self._value_lines(difference))
+        if len(self.differences) > MAX_TEXT_DIFFERENCES:
+            more = Counter(difference.kind for difference in self.differences[MAX_TEXT_DIFFERENCES:])
+            kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
+            lines.append(f"  and {sum(more.values()):,} more ({kinds})")
+        if self.advice:
+            lines.append("What to do:")
+            for advice in self.advice[:MAX_TEXT_ADVICE]:
+                wrapped = textwrap.wrap(advice, MAX_WIDTH, break_long_words=False, break_on_hyphens=False)
+                lines.extend(f"  {' ' if number else '-'} {line}" for number, line in enumerate(wrapped))
+        if self.context.before:
+            lines.append("Handshakes just before:")
+            lines.extend(f"  {line}" for line in self.context.before)
+        lines.extend(f"Note: {note}" for note in self.notes())
+        return "\n".join(lines) + "\n"
+
+    def _value_lines(self, difference: Difference) -> list[str]:
+        sides = self.sides(difference)
+        lines = [f"{format_ranks(ranks)}: {clip(value)}" for ranks, value in sides if ranks]
+        if len(lines) > MAX_TEXT_VALUES:
+            lines = [*lines[: MAX_TEXT_VALUES - 1], f"… {len(lines) - MAX_TEXT_VALUES} more …", lines[-1]]
+        if difference.formula:
+            lines.append(f"= {difference.formula}")
+        return lines
+
+    def html(self) -> str:
+        """The report as a page of its own, that needs nothing else."""
+        return page([self])
+
+
+def explain(variants: Iterable[Variant], context: Context | None = None) -> Report:
+    """Compares the variants of a graph.
+
+    Args:
+        variants: one for each distinct fingerprint; a text that holds no graph is said to in the report.
+        context: what is known beside the graphs.
+    """
+    variants = list(variants)
+    graphs = [next(iter(parse(variant.text)), None) for variant in variants]
+    return Report(variants, graphs, context or Context())
+
+
+# --- Jobs of the coordinator ------------------------------------------------------------------------------------------
+
+
+def run_job(path: str) -> None:
+    """Makes the report that a job file asks for.
+
+    The file is JSON: `{"variants": [{"ranks": [0], "fingerprint": "…", "text": "…", "hosts": {"0": "host:pid"}}],
+    "context": {…}, "out_text": path, "out_html": path}`. In the context everything may be missing: `groups`
+    (`[{"ranks": [0, 1], "span": [3, 4]}]`), `before` (lines), `reason`, `notes` (lines), `versions`
+    (`{"0": {"torch": "2.13.0"}}`), `title`. The outputs appear whole or not at all. A graph that can't be compared is
+    said to be so in the report.
+
+    Raises:
+        ValueError: the file is no such job.
+        OSError: it can't be read, or an output can't be written.
+    """
+    with open(path, encoding="utf-8") as file:
+        job = json.load(file)
+    try:
+        variants = [
+            Variant(
+                tuple(sorted(item["ranks"])),
+                item.get("fingerprint", ""),
+                item.get("text") or "",
+                {int(rank): str(address) for rank, address in (item.get("hosts") or {}).items()},
+            )
+            for item in job["variants"]
+        ]
+        context = _context_from_json(job.get("context") or {})
+        out_text, out_html = job["out_text"], job["out_html"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no job for a report: {error!r}") from error
+    try:
+        report = explain(variants, context)
+        text, html = report.text(), report.html()
+    except Exception as error:  # who reads it wants to know which ranks, even if a graph is too strange to compare
+        bare = [variant._replace(text="") for variant in variants]
+        note = f"the graphs could not be compared: {type(error).__name__}: {error}"
+        report = explain(bare, context._replace(notes=(*context.notes, note)))
+        text, html = report.text(), report.html()
+    _write(out_text, text)
+    _write(out_html, html)
+
+
+def _context_from_json(fields: Mapping[str, Any]) -> Context:
+    return Context(
+        groups=tuple(
+            (tuple(group["ranks"]), (group["span"][0], group["span"][1]) if group.get("span") else None)
+            for group in fields.get("groups") or ()
+        ),
+        before=tuple(map(str, fields.get("before") or ())),
+        reason=str(fields.get("reason") or ""),
+        notes=tuple(map(str, fields.get("notes") or ())),
+        versions={int(rank): dict(of_rank) for rank, of_rank in (fields.get("versions") or {}).items()},
+        title=str(fields.get("title") or ""),
+    )
+
+
+def _write(path: str, content: str) -> None:
+    """Writes a file so that a reader sees all of it or nothing."""
+    unfinished = f"{path}.{os.getpid()}.part"
+    with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(content)
+    os.replace(unfinished, path)
+
+
+# --- Files that somebody has ------------------------------------------------------------------------------------------
+
+
+class _FileError(Exception):
+    """A file that can't be used; the text says which and why."""
+
+
+class _RankFile(NamedTuple):
+    path: str
+    rank: int
+    graphs: list[Graph]
+
+
+def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextIO | None = None) -> int:
+    """Compares the graphs in files of several ranks, one file a rank, and writes the reports to `out`.
+
+    A file's rank is the one it says itself (`# handshake: rank = 3`), else the last number in its name (`rank12.txt`),
+    else its place among the arguments. Its graphs are matched with the other ranks' in order; a rank may have some
+    that others lack.
+
+    Args:
+        paths: two files or more.
+        html_path: where to write a page too.
+        out: by default the standard output.
+
+    Returns:
+        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared (`out` says why).
+    """
+    out = sys.stdout if out is None else out
+    try:
+        files = _read_files(paths)
+        reports, notes = _match_files(files)
+    except _FileError as error:
+        print(f"error: {error}", file=out)
+        return 2
+    differing = [report for report in reports if len(report.variants) > 1]
+    ranks = format_ranks(file.rank for file in files)
+    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ" if len(reports) > 1 else ""
+    if heading:
+        print(heading, file=out)
+    for note in notes:
+        print(note, file=out)
+    for report in differing[:MAX_TEXT_SLOTS]:
+        print(f"\n{report.text()}" if heading or notes else report.text(), end="", file=out)
+    if len(differing) > MAX_TEXT_SLOTS:
+        print(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)", file=out)
+    if not differing and not notes:
+        print(f"{ranks} have the same {number_of(len(reports), 'graph')}", file=out)
+    if html_path is not None:
+        try:
+            _write(html_path, page(differing or reports[:1], heading or " ", notes))
+        except OSError as error:
+            print(f"error: the page could not be written: {error}", file=out)
+            return 2
+    return 1 if differing or notes else 0
+
+
+def _read_files(paths: Sequence[str]) -> list[_RankFile]:
+    if len(paths) < 2:
+        raise _FileError(f"at least two files are needed, one for each rank; got {number_of(len(paths), 'file')}")
+    files = [_read_file(path, number) for number, path in enumerate(paths)]
+    by_rank: dict[int, str] = {}
+    for file in files:
+        if file.rank in by_rank:
+            raise _FileError(
+                f"{by_rank[file.rank]} and {file.path} are both of rank {file.rank}; put the rank into the files' "
+                "names, such as rank0.txt, rank1.txt"
+            )
+        by_rank[file.rank] = file.path
+    return sorted(files, key=lambda file: file.rank)
+
+
+def _read_file(path: str, number: int) -> _RankFile:
+    try:
+        if os.path.getsize(path) > MAX_FILE_BYTES:
+            raise _FileError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MB (MAX_FILE_BYTES)")
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise _FileError(f"{path} can't be read: {error.strerror or error}") from error
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    text = data.decode(encoding, "replace")
+    if "\0" in text[:100_000]:
+        raise _FileError(f"{path} is no text (it holds null bytes)")
+    graphs = parse(text)
+    if not graphs:
+        raise _FileError(
+            f"{path} holds no graph: what is looked for is the text of GraphModule.print_readable(), or a log with "
+            "`--- [BEGIN GRAPH MODULE: …] ---` lines"
+        )
+    said = next((graph.facts["rank"] for graph in graphs if graph.facts.get("rank", "").isdigit()), None)
+    named = re.findall(r"\d+", os.path.splitext(os.path.basename(path))[0])
+    rank = int(said if said is not None else named[-1] if named else number)
+    return _RankFile(path, rank, graphs)
+
+
+# Graphs of two files that are tried against one another in a gap between graphs that are equal, and how alike they
+# must be (part of the operations that both have) to be taken for the same graph.
+_MAX_GRAPHS_TRIED = 60
+_MIN_LIKENESS = 0.3
+
+
+class _Slot:
+    """A graph of the reference file, or one that the reference lacks, with those of the other ranks that match it."""
+
+    def __init__(self) -> None:
+        self.graph_of: dict[int, tuple[int, Graph]] = {}  # rank: (number of the graph in its file, graph)
+
+
+def _match_files(files: list[_RankFile]) -> tuple[list[Report], list[str]]:
+    """The reports, one for each graph that two ranks have, and lines about graphs that only some ranks have."""
+    cache: dict[int, Keys] = {}
+    contents = {file.rank: [_content(graph, cache) for graph in file.graphs] for file in files}
+    sequences = Counter(tuple(of_rank) for of_rank in contents.values())
+    reference = max(files, key=lambda file: (sequences[tuple(contents[file.rank])], -file.rank))
+    slots = [_Slot() for _ in reference.graphs]
+    extra: dict[tuple[int, int], _Slot] = {}
+    for file in files:
+        matched = _match_graphs(
+            reference.graphs, contents[reference.rank], file.graphs, contents[file.rank], cache
+        )
+        pairs = {j: i for i, j in matched}
+        if not pairs:
+            raise _FileError(
+                f"rank {file.rank} ({file.path}) and rank {reference.rank} ({reference.path}) have no graph in common"
+            )
+        last = -1
+        for j, graph in enumerate(file.graphs):
+            last = pairs.get(j, last)
+            slot = slots[pairs[j]] if j in pairs else extra.setdefault((last, contents[file.rank][j]), _Slot())
+            slot.graph_of[file.rank] = (j, graph)
+    ranks = [file.rank for file in files]
+    notes = [_graph_more(slot, ranks) for slot in [*slots, *extra.values()] if len(slot.graph_of) < len(files)]
+    if notes:
+        notes.append(
+            "A graph that only some ranks have comes from a graph break or a recompile on these ranks "
+            "(TORCH_LOGS=graph_breaks,recompiles says where), from a branch on the rank, or from a compile cache that "
+            "is warm on the other ranks."
+        )
+    total = len(slots)
+    reports = [
+        _slot_report(slot, f"graph {number} of {total}" if total > 1 else "", contents)
+        for number, slot in enumerate(slots)
+        if len(slot.graph_of) > 1
+    ]
+    return reports, notes
+
+
+def _content(graph: Graph, cache: dict[int, Keys]) -> int:
+    """A number that is equal for graphs that are the same."""
+    facts = sorted(item for item in graph.facts.items() if item[0] != "rank" and not item[0].startswith("source "))
+    return hash((tuple(node_keys(graph.body, cache).content), tuple(facts)))
+
+
+def _match_graphs(
+    graphs: list[Graph], contents: list[int], others: list[Graph], other_contents: list[int], cache: dict[int, Keys]
+) -> list[tuple[int, int]]:
+    """The pairs of graphs of two ranks that are the same, or alike at the same place of the sequence."""
+    equal = align(contents, other_contents)
+    pairs = list(equal)
+    for start, stop, other_start, other_stop in gaps(equal, len(contents), len(other_contents)):
+        rows, columns = min(stop - start, _MAX_GRAPHS_TRIED), min(other_stop - other_start, _MAX_GRAPHS_TRIED)
+        bags = [Counter(node_keys(graph.body, cache).weak) for graph in graphs[start : start + rows]]
+        other_bags = [
+            Counter(node_keys(graph.body, cache).weak) for graph in others[other_start : other_start + columns]
+        ]
+        # best[i][j]: the greatest sum of likeness of the graphs from i and j on.
+        best = [[0.0] * (columns + 1) for _ in range(rows + 1)]
+        likeness = [[_likeness(bag, other) for other in other_bags] for bag in bags]
+        for i in range(rows - 1, -1, -1):
+            for j in range(columns - 1, -1, -1):
+                best[i][j] = max(best[i + 1][j], best[i][j + 1], likeness[i][j] + best[i + 1][j + 1])
+        i = j = 0
+        while i < rows and j < columns:
+            if likeness[i][j] and best[i][j] == likeness[i][j] + best[i + 1][j + 1]:
+                pairs.append((start + i, other_start + j))
+                i, j = i + 1, j + 1
+            elif best[i][j] == best[i + 1][j]:
+                i += 1
+            else:
+                j += 1
+    return pairs
+
+
+def _likeness(bag: Counter[Any], other: Counter[Any]) -> float:
+    """The part of the operations that both have; 0 if that is too little. Inputs and outputs say nothing."""
+    ignored = ("placeholder", "output", "get_attr")
+    sizes = [sum(count for key, count in each.items() if key not in ignored) for each in (bag, other)]
+    common = sum(min(count, other[key]) for key, count in bag.items() if key not in ignored)
+    part = common / max(*sizes, 1)
+    return part if part >= _MIN_LIKENESS else 0.0
+
+
+def _graph_more(slot: _Slot, ranks: list[int]) -> str:
+    having = sorted(slot.graph_of)
+    number, graph = slot.graph_of[having[0]]
+    node = next((node for node in graph.body.nodes if node.user_source is not None), None)
+    source = f"; first line {_source_text(node.user_source)}" if node is not None else ""
+    size = f"{number_of(len(graph.body.nodes), 'node')}, {number_of(count_collectives(graph.body), 'collective')}"
+    lacking = format_ranks(rank for rank in ranks if rank not in slot.graph_of)
+    return (
+        f"Only {format_ranks(having)} {'has' if len(having) == 1 else 'have'} this graph, {lacking} "
+        f"{'has' if len(ranks) - len(having) == 1 else 'have'} not: graph {number} of rank {having[0]}, at line "
+        f"{graph.first_line} of its file ({size}{source})"
+    )
+
+
+def _slot_report(slot: _Slot, title: str, contents: Mapping[int, list[int]]) -> Report:
+    ranks_of: dict[tuple[int, str], list[int]] = {}
+    for rank, (number, graph) in slot.graph_of.items():
+        ranks_of.setdefault((contents[rank][number], graph.fingerprint), []).append(rank)
+    variants = [Variant(tuple(ranks), fingerprint, "") for (_, fingerprint), ranks in ranks_of.items()]
+    graphs = [slot.graph_of[variant.ranks[0]][1] for variant in variants]
+    return Report(variants, graphs, Context(title=title))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: `FILE FILE … [--html FILE]`, or `--job FILE` for a job of the coordinator.
+
+    Returns:
+        The exit status: of `explain_files`; of a job 0, or 2 if it could not be done.
+    """
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="handshake.py explain",
+        description="Says in which way the graphs of several ranks differ, and what to change.",
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="the text of a rank's graphs (print_readable, or a log with graphs), one file for each rank",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    parser.add_argument("--job", metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job is None:
+        return explain_files(options.files, options.html)
+    try:
+        run_job(options.job)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,698 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between two graphs, from their texts.
+
+**Alignment.** The nodes are aligned first by all that a node is: operation, constants, dtype, shape …, and for its
+inputs only what produces them, so that an inserted node does not change the nodes after it. Then, in the gaps that
+this leaves, by operation alone; then, in gaps of as many nodes on both sides, whatever they are.
+
+**Comparison.** Nodes that are matched are compared field by field. A reference to another node is the same when the
+two producers are matched. Nodes left over are missing or added; those that stand next to one another or depend on one
+another are one difference. Nodes left over on both sides that are the same have moved.
+
+**Consequences.** A shape, dtype or stride that differs because an input's does is not reported again, only counted with
+the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+if __package__:
+    from ._align import align
+    from ._graph_text import Argument, Body, Graph, Node, Source, group_ranks
+else:
+    from _align import align
+    from _graph_text import Argument, Body, Graph, Node, Source, group_ranks
+
+# Two graphs of which less than this part is matched are different programs; a list of differences would be as long
+# as both.
+MIN_COMMON_PART = 0.2
+
+# Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
+MAX_DIFFERENCES_PER_VARIANT = 500
+
+# The side of a difference on which there is no such node.
+NOT_THERE = "not there"
+
+# Nodes of a missing or added run that are kept for the report.
+MAX_RUN_NODES = 200
+
+# A side of a difference is one line.
+MAX_LINE_CHARACTERS = 160
+
+
+class Difference:
+    """One place in which at least one variant is not as the reference.
+
+    Attributes:
+        kind: constant, op, missing node, added node, dtype, shape, stride, device, group, order of collectives, order,
+            number of collectives, inputs, outputs, nested body, tensor constant, operand, graph.
+        body: the nested body it is in, as a path; empty for the graph itself.
+        position: of the node in the reference (of an added node: of the one it comes before).
+        node: the reference's node; of an added one the variant's.
+        what: the part of the node that differs, such as `argument 1`.
+        reference: the reference's side.
+        values: the other side by variant's index, where it differs.
+        nodes: of nodes missing or added: the run of them, the first ones.
+        size: how many nodes that run has.
+        follows: differences that are consequences of this one, most of any variant.
+        at_end: the run reaches the end (or the start) of the graph, as after a graph break.
+        formula: for a constant that is affine in the rank.
+    """
+
+    __slots__ = (
+        "at_end", "body", "follows", "formula", "kind", "node", "nodes", "position", "reference", "size", "values",
+        "what",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kind: str,
+        body: str,
+        position: int,
+        node: Node,
+        what: str,
+        sides: Sequence[str],
+        nodes: Sequence[Node] = (),
+        at_end: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.body = body
+        self.position = position
+        self.node = node
+        self.what = what
+        self.reference, value = sides
+        self.values: dict[int, str] = {-1: value}
+        self.nodes = list(nodes[:MAX_RUN_NODES])
+        self.size = len(nodes)
+        self.follows = 0
+        self.at_end = at_end
+        self.formula = ""
+
+    @property
+    def source(self) -> Source | None:
+        """The user's own source line."""
+        if self.node.user_source is not None:
+            return self.node.user_source
+        return next((node.user_source for node in self.nodes if node.user_source is not None), self.node.source)
+
+
+class BodyComparison(NamedTuple):
+    """How a variant's body lies against the reference's.
+
+    Attributes:
+        path: the nested body's path; empty for the graph itself.
+        pairs: matched positions (reference, variant), ascending in both.
+        changed: positions in the reference whose node differs in itself, not only as a consequence.
+        moved: (reference, variant) positions of nodes that are at another place.
+    """
+
+    path: str
+    reference: Body
+    other: Body
+    pairs: list[tuple[int, int]]
+    changed: set[int]
+    moved: dict[int, int]
+
+
+# --- Comparing two graphs ---------------------------------------------------------------------------------------------
+
+
+class Keys(NamedTuple):
+    content: list[Any]  # all of a node; references by absolute position
+    strict: list[Any]  # all of a node; references by the producer's operation
+    weak: list[Any]  # the operation alone
+
+
+_NUMBERED_INPUT = re.compile(r"^(?:primals|tangents|arg|args|s|u|l|input)_?\d*(?:_\d+)?$")
+
+
+def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
+    """The keys of a body's nodes. `cache` is by identity; whoever holds it holds the bodies."""
+    known = cache.get(id(body))
+    if known is not None:
+        return known
+    names = [_operation(node, body, cache) for node in body.nodes]
+    content: list[Any] = []
+    strict: list[Any] = []
+    for node, name in zip(body.nodes, names, strict=True):
+        form: tuple[Any, ...] = (name, node.dtype, node.shape, node.stride, node.device, node.note)
+        content.append((form, tuple((a.path, a.text if a.producer is None else a.producer) for a in node.arguments)))
+        if node.op == "placeholder" and not _NUMBERED_INPUT.match(node.name):
+            form = (*form, node.name)
+        strict.append(
+            (form, tuple((a.path, a.text if a.producer is None else names[a.producer]) for a in node.arguments))
+        )
+    weak = [name if isinstance(name, str) else name[0] for name in names]
+    cache[id(body)] = made = Keys(content, strict, weak)
+    return made
+
+
+def _operation(node: Node, body: Body, cache: dict[int, Keys]) -> Any:
+    """What the node does. The name of an attribute says nothing; a nested body counts by its content."""
+    if node.op == "call":
+        return node.target
+    nested = _nested(node, body)
+    return node.op if nested is None else (node.op, tuple(node_keys(nested, cache).content))
+
+
+def _nested(node: Node, body: Body) -> Body | None:
+    """The nested body that a get_attr refers to."""
+    if node.op != "get_attr":
+        return None
+    for part in node.target.split("."):
+        if part not in body.bodies:
+            return None
+        body = body.bodies[part]
+    return body
+
+
+def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
+    """By all that the nodes are; in the gaps by operation; in gaps of one node on each side, whatever they are."""
+    anchors = align(a.strict, b.strict)
+    pairs: list[tuple[int, int]] = []
+    for start, stop, other_start, other_stop in gaps(anchors, len(a.strict), len(b.strict)):
+        weak = [
+            (start + i, other_start + j)
+            for i, j in align(a.weak[start:stop], b.weak[other_start:other_stop])
+        ]
+        for low, high, other_low, other_high in gaps(
+            [(i - start, j - other_start) for i, j in weak], stop - start, other_stop - other_start
+        ):
+            if high - low == other_high - other_low:
+                for k in range(high - low):
+                    i, j = start + low + k, other_start + other_low + k
+                    if not {a.weak[i], b.weak[j]} & {"placeholder", "output", "get_attr"}:
+                        weak.append((i, j))
+        pairs.extend(weak)
+    return sorted(pairs + anchors)
+
+
+def gaps(
+    pairs: Iterable[tuple[int, int]], length: int, other_length: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, other start, other stop) of what lies between the pairs, where neither side is empty."""
+    i = j = 0
+    for next_i, next_j in [*pairs, (length, other_length)]:
+        if next_i > i and next_j > j:
+            yield i, next_i, j, next_j
+        i, j = next_i + 1, next_j + 1
+
+
+class Comparison(NamedTuple):
+    """One variant against the reference: what differs, and how its bodies lie."""
+
+    differences: list[Difference]
+    bodies: list[BodyComparison]
+    dropped: int
+
+
+def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Comparison:
+    """What differs in `other`.
+
+    Args:
+        reference: the graph to compare with; positions are its.
+        other: another variant of it.
+        cache: keys of bodies by identity, for comparing many variants; whoever holds it must hold the graphs.
+    """
+    comparer = _Comparer(reference, other, cache)
+    return Comparison(comparer.differences, comparer.bodies, comparer.dropped)
+
+
+class _Comparer:
+    """Compares one variant with the reference."""
+
+    def __init__(self, reference: Graph, other: Graph, cache: dict[int, Keys]) -> None:
+        self._cache = cache
+        self._facts = (reference.facts, other.facts)
+        self._groups = (group_ranks(reference.facts), group_ranks(other.facts))
+        self.differences: list[Difference] = []
+        self.bodies: list[BodyComparison] = []
+        self.common_part = 1.0
+        self.dropped = 0  # differences past the bound
+        self._compare(reference.body, other.body, "")
+        if self.common_part < MIN_COMMON_PART:
+            both = (reference.body, other.body)
+            texts = [f"{len(body.nodes)} nodes, {count_collectives(body)} collectives" for body in both]
+            first = next((node for node in reference.body.nodes if node.user_source), reference.body.nodes[0])
+            self.differences = [Difference("graph", "", 0, first, "the whole graph", texts)]
+
+    def _compare(self, a: Body, b: Body, path: str) -> None:
+        a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._cache)
+        pairs = _align_bodies(a_keys, b_keys)
+        to_b = dict(pairs)
+        to_a = {j: i for i, j in pairs}
+        a_left = [i for i in range(len(a.nodes)) if i not in to_b]
+        b_left = [j for j in range(len(b.nodes)) if j not in to_a]
+        moved = _moved(a_keys.strict, a_left, b_keys.strict, b_left)
+        to_b.update(moved)
+        to_a.update((j, i) for i, j in moved)
+        comparison = BodyComparison(path, a, b, pairs, set(), dict(moved))
+        self.bodies.append(comparison)
+        if not path:
+            operations = [sum(node.op != "placeholder" for node in body.nodes) for body in (a, b)]
+            matched = sum(a.nodes[i].op not in ("placeholder", "output") for i in to_b)
+            self.common_part = (matched + 1) / max(*operations, 1)
+        first = len(self.differences)
+        self._compare_order(comparison)
+        self._compare_left_over(comparison, a_left, b_left, to_b, to_a)
+        self._compare_nodes(comparison, to_b, to_a)
+        if not path:
+            self._compare_mutations(comparison)
+        self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
+
+    def _add(self, difference: Difference) -> None:
+        if len(self.differences) < MAX_DIFFERENCES_PER_VARIANT:
+            self.differences.append(difference)
+        else:
+            self.dropped += 1
+
+    def _compare_order(self, comparison: BodyComparison) -> None:
+        a, b, moved = comparison.reference, comparison.other, comparison.moved
+        collectives = [(i, j) for i, j in moved.items() if a.nodes[i].is_collective]
+        for i, j in collectives:
+            places = (_collective_place(a, i), _collective_place(b, j))
+            if places[0] == places[1]:
+                places = (f"{places[0]}, node {i}", f"{places[1]}, node {j}")
+            self._add(
+                Difference("order of collectives", comparison.path, i, a.nodes[i], "place in the order", places)
+            )
+            comparison.changed.add(i)
+        if collectives:
+            self.differences[-1].follows += len(moved) - len(collectives)
+            return
+        for run in _runs(list(moved)):
+            j = moved[run[0]]
+            what = "place in the order"
+            nodes = [a.nodes[i] for i in run]
+            self._add(
+                Difference("order", comparison.path, run[0], nodes[0], what, (f"node {run[0]}", f"node {j}"), nodes)
+            )
+            comparison.changed.update(run)
+
+    def _compare_left_over(
+        self,
+        comparison: BodyComparison,
+        a_left: list[int],
+        b_left: list[int],
+        to_b: dict[int, int],
+        to_a: dict[int, int],
+    ) -> None:
+        """Missing and added nodes."""
+        path, a, b = comparison.path, comparison.reference, comparison.other
+        places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
+        missing = [i for i in a_left if i not in to_b]
+        added = [j for j in b_left if j not in to_a]
+        self._compare_inputs(
+            comparison,
+            [i for i in missing if a.nodes[i].op == "placeholder"],
+            [j for j in added if b.nodes[j].op == "placeholder"],
+            places,
+        )
+        missing_runs = _connected(a, [i for i in missing if a.nodes[i].op != "placeholder"])
+        added_runs = _connected(b, [j for j in added if b.nodes[j].op != "placeholder"])
+        for run in missing_runs:
+            comparison.changed.update(run)
+            partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), None)
+            nodes = [a.nodes[i] for i in run]
+            at_end = run[0] <= len(a.inputs) or run[-1] >= len(a.nodes) - 2
+            if partner is None:
+                kind = _run_kind(nodes, "missing node")
+                side = _describe_run(nodes)
+                self._add(Difference(kind, path, run[0], nodes[0], "missing", (side, NOT_THERE), nodes, at_end))
+                continue
+            added_runs.remove(partner)
+            others = [b.nodes[j] for j in partner]
+            counts = [sum(node.is_collective for node in side) for side in (nodes, others)]
+            kind = "op" if counts[0] == counts[1] else "number of collectives"
+            self._add(
+                Difference(
+                    kind, path, run[0], nodes[0], "replaced", (_describe_run(nodes), _describe_run(others)), nodes
+                )
+            )
+        for run in added_runs:
+            nodes = [b.nodes[j] for j in run]
+            at_end = run[0] <= len(b.inputs) or run[-1] >= len(b.nodes) - 2
+            kind = _run_kind(nodes, "added node")
+            side = _describe_run(nodes)
+            self._add(Difference(kind, path, places[run[0]], nodes[0], "added", (NOT_THERE, side), nodes, at_end))
+
+    def _compare_inputs(
+        self, comparison: BodyComparison, missing: list[int], added: list[int], places: list[int]
+    ) -> None:
+        a, b = comparison.reference, comparison.other
+        counts = number_of(len(a.inputs), "input"), number_of(len(b.inputs), "input")
+        if missing or added:
+            only_a = [a.nodes[i] for i in missing]
+            only_b = [b.nodes[j] for j in added]
+            first = (only_a or only_b)[0]
+            position = missing[0] if missing else places[added[0]]
+            self._add(
+                Difference(
+                    "inputs",
+                    comparison.path,
+                    position,
+                    first,
+                    "inputs",
+                    (f"{counts[0]}{_only(only_a)}", f"{counts[1]}{_only(only_b)}"),
+                    only_a or only_b,
+                )
+            )
+            comparison.changed.update(missing)
+
+    def _compare_mutations(self, comparison: BodyComparison) -> None:
+        """Inputs that one side changes in place."""
+        a, b = comparison.reference, comparison.other
+        for i, j in comparison.pairs:
+            if a.nodes[i].op != "placeholder":
+                continue
+            left, right = (
+                facts.get(f"mutated {node.name}", "")
+                for facts, node in zip(self._facts, (a.nodes[i], b.nodes[j]), strict=True)
+            )
+            if bool(left) != bool(right):
+                node = a.nodes[i]._replace(user_source=_first_use(a, i))
+                sides = [f"changed in place by {side}" if side else "not changed" for side in (left, right)]
+                self._add(Difference("inputs", "", i, node, "change in place", sides))
+                comparison.changed.add(i)
+
+    def _compare_nodes(self, comparison: BodyComparison, to_b: dict[int, int], to_a: dict[int, int]) -> None:
+        a, b = comparison.reference, comparison.other
+        tainted: dict[int, Difference | None] = {}  # nodes whose result differs in form, and the difference at the root
+        sizes: set[tuple[str, str]] = set()  # pairs of sizes that were seen to differ
+        reordered = set(comparison.moved)  # nodes at another place, and those that read another node for that
+        order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
+        for i in sorted(to_b):
+            x, y = a.nodes[i], b.nodes[to_b[i]]
+            inputs = [argument.producer for argument in x.arguments if argument.producer is not None]
+            cause = next((tainted[p] for p in inputs if p in tainted), None)
+            follows = any(p in tainted or p not in to_b for p in inputs) or any(
+                argument.producer is not None and argument.producer not in to_a for argument in y.arguments
+            )
+            found = self._fields(comparison, i, x, y, to_b, to_a)
+            crossed = [
+                p
+                for left, right in zip(x.arguments, y.arguments, strict=False)
+                if left.producer is not None and right.producer is not None and right.producer in to_a
+                for p in (left.producer, to_a[right.producer])
+                if left.producer != to_a[right.producer]
+            ]
+            root: Difference | None = None
+            form_differs = False
+            consequences = 0
+            for difference, is_form in found:
+                form_differs = form_differs or is_form
+                is_size = difference.kind == "constant" and (difference.reference, difference.values[-1]) in sizes
+                may_follow = is_form or is_size
+                is_wiring = difference.kind in ("operand", "outputs", "order of collectives") and bool(crossed)
+                if is_wiring and order is not None and not reordered.isdisjoint(crossed):
+                    reordered.add(i)
+                    order.follows += 1
+                    continue
+                if may_follow and follows:
+                    consequences += 1
+                    continue
+                if is_wiring and x.is_collective:
+                    reordered.update((i, *crossed))
+                    order = difference
+                if root is not None and is_form and root.kind in ("shape", "op", "constant", "dtype"):
+                    consequences += 1  # the strides of a tensor whose shape differs
+                    continue
+                self._add(difference)
+                comparison.changed.add(i)
+                root = root or difference
+            cause = root or cause
+            if consequences and cause is not None:
+                cause.follows += 1
+            if form_differs:
+                tainted[i] = cause
+            if x.shape is not None and y.shape is not None and len(x.shape) == len(y.shape):
+                sizes.update((m, n) for m, n in zip(x.shape, y.shape, strict=True) if m != n)
+
+    def _fields(
+        self,
+        comparison: BodyComparison,
+        i: int,
+        x: Node,
+        y: Node,
+        to_b: dict[int, int],
+        to_a: dict[int, int],
+    ) -> list[tuple[Difference, bool]]:
+        """The differences between two matched nodes; of each, whether it is one of the result's form."""
+        path = comparison.path
+        if x.op == "placeholder":
+            x = x._replace(user_source=_first_use(comparison.reference, i))
+        if x.op != y.op or (x.op == "call" and x.target != y.target):
+            difference = Difference("op", path, i, x, "operation", (x.target, y.target))
+            form = (x.dtype, x.shape, x.stride, x.device) != (y.dtype, y.shape, y.stride, y.device)
+            return [(difference, False), *([(difference, True)] if form else [])]
+        found: list[tuple[Difference, bool]] = []
+        if x.op == "get_attr":
+            self._compare_attribute(comparison, i, x, y, found)
+        elif x.op == "output":
+            self._compare_outputs(comparison, i, x, y, to_b, to_a, found)
+        else:
+            for kind, what, left, right in _arguments(x, y, to_b, to_a, comparison):
+                found.append((Difference(kind, path, i, x, what, (left, right)), False))
+            groups = x.group, y.group
+            if groups[0] is not None and groups[1] is not None and groups[0].text == groups[1].text:
+                ranks = [known.get(groups[0].text[1:-1]) for known in self._groups]
+                if None not in ranks and ranks[0] != ranks[1]:
+                    sides = (groups[0].text, groups[1].text)
+                    found.append((Difference("group", path, i, x, "ranks of the group", sides), False))
+        for kind, left, right in (
+            ("dtype", x.dtype, y.dtype),
+            ("shape", _sizes(x.shape), _sizes(y.shape)),
+            ("stride", _sizes(x.stride), _sizes(y.stride)),
+            ("device", x.device, y.device),
+            ("tensor class", x.note, y.note),
+        ):
+            # A text without the field says nothing about it.
+            if left != right and ((left and right) or kind == "tensor class"):
+                sides = (left or "plain", right or "plain")
+                found.append((Difference(kind, path, i, x, kind, sides), True))
+        return found
+
+    def _compare_attribute(
+        self, comparison: BodyComparison, i: int, x: Node, y: Node, found: list[tuple[Difference, bool]]
+    ) -> None:
+        nested, other = _nested(x, comparison.reference), _nested(y, comparison.other)
+        if nested is not None and other is not None:
+            if node_keys(nested, self._cache).content != node_keys(other, self._cache).content:
+                self._compare(nested, other, f"{comparison.path}.{x.target}" if comparison.path else x.target)
+                comparison.changed.add(i)
+        elif (nested is None) != (other is None):
+            sides = [
+                "an attribute" if side is None else f"a body of {len(side.nodes)} nodes" for side in (nested, other)
+            ]
+            found.append((Difference("nested body", comparison.path, i, x, "nested body", sides), False))
+        else:
+            values = [
+                _constant_fact(facts, comparison.path, node)
+                for facts, node in zip(self._facts, (x, y), strict=True)
+            ]
+            if values[0] and values[1] and values[0] != values[1]:
+                shown = [_DIGEST.sub("", value) for value in values]
+                values = shown if shown[0] != shown[1] else values
+                found.append((Difference("tensor constant", comparison.path, i, x, "value", values), False))
+
+    def _compare_outputs(
+        self,
+        comparison: BodyComparison,
+        i: int,
+        x: Node,
+        y: Node,
+        to_b: dict[int, int],
+        to_a: dict[int, int],
+        found: list[tuple[Difference, bool]],
+    ) -> None:
+        lefts = [(argument.text, argument.producer) for argument in x.arguments]
+        rights = [(argument.text, argument.producer) for argument in y.arguments]
+        if [text if p is None else to_b.get(p, -1) for text, p in lefts] == [
+            text if p is None else p for text, p in rights
+        ]:
+            return
+        if any(p is not None and p not in to_b for _, p in lefts) or any(
+            p is not None and p not in to_a for _, p in rights
+        ):
+            return  # the missing or added node that is returned is reported itself
+        mapped = {to_b.get(p) for _, p in lefts if p is not None}
+        other_mapped = {to_a.get(p) for _, p in rights if p is not None}
+        only_a = [text for text, p in lefts if p is not None and p not in other_mapped]
+        only_b = [text for text, p in rights if p is not None and p not in mapped]
+        sides = [
+            ", only here: ".join(
+                [number_of(len(both), "output"), *([", ".join(f"`{name}`" for name in only[:4])] if only else [])]
+            )
+            for both, only in ((lefts, only_a), (rights, only_b))
+        ]
+        if sides[0] == sides[1]:
+            sides = [clip(x.line), clip(y.line)]
+        found.append((Difference("outputs", comparison.path, i, x, "outputs", sides), False))
+
+
+def _first_use(body: Body, position: int) -> Source | None:
+    """The source line of the first node that reads this one."""
+    for node in body.nodes[position + 1 :]:
+        if node.user_source is not None and any(argument.producer == position for argument in node.arguments):
+            return node.user_source
+    return None
+
+
+def _arguments(
+    x: Node, y: Node, to_b: dict[int, int], to_a: dict[int, int], comparison: BodyComparison
+) -> Iterator[tuple[str, str, str, str]]:
+    """(kind, what, reference's side, other side) of each argument that differs."""
+    left_of, right_of = _by_argument(x), _by_argument(y)
+    group = x.group
+    for name in [*left_of, *(name for name in right_of if name not in left_of)]:
+        lefts, rights = left_of.get(name, []), right_of.get(name, [])
+        what = f"argument {name}" if name.isdigit() else f"argument `{name}`"
+        if [argument.path for argument in lefts] != [argument.path for argument in rights]:
+            yield "constant", what, _argument_text(lefts), _argument_text(rights)
+            continue
+        for left, right in zip(lefts, rights, strict=True):
+            if left.producer is None and right.producer is None:
+                if left.text != right.text:
+                    if group is not None and left.path == group.path:
+                        yield "group", what, left.text, right.text
+                    elif left.text.startswith("torch.") and right.text.startswith("torch."):
+                        yield "dtype" if _DTYPE.match(left.text) else "constant", what, left.text, right.text
+                    else:
+                        yield "constant", f"argument {left.path}" if left.path != name else what, left.text, right.text
+            elif left.producer is None or right.producer is None:
+                sides = [a.text if a.producer is None else f"`{a.text}`, computed" for a in (left, right)]
+                yield "constant", what, sides[0], sides[1]
+            elif left.producer in to_b and right.producer in to_a and to_b[left.producer] != right.producer:
+                other_name = comparison.reference.nodes[to_a[right.producer]].name
+                kind = "order of collectives" if x.is_collective else "operand"
+                yield kind, what, f"reads `{left.text}`", f"reads `{other_name}`"
+
+
+_DTYPE = re.compile(r"torch\.(?:float|bfloat|int|uint|bool|half|double|long|complex|short|quint|qint)\w*$")
+
+
+def _by_argument(node: Node) -> dict[str, list[Argument]]:
+    grouped: dict[str, list[Argument]] = {}
+    for argument in node.arguments:
+        grouped.setdefault(re.split(r"[\[.]", argument.path, maxsplit=1)[0], []).append(argument)
+    return grouped
+
+
+def _argument_text(arguments: list[Argument]) -> str:
+    if not arguments:
+        return "not given"
+    texts = [argument.text for argument in arguments]
+    return texts[0] if len(texts) == 1 and "[" not in arguments[0].path else f"[{', '.join(texts)}]"
+
+
+def _moved(a_strict: list[Any], a_left: list[int], b_strict: list[Any], b_left: list[int]) -> list[tuple[int, int]]:
+    """Nodes left over on both sides that are the same: they stand at another place."""
+    places: dict[Any, list[int]] = {}
+    for j in reversed(b_left):
+        places.setdefault(b_strict[j], []).append(j)
+    return [(i, places[a_strict[i]].pop()) for i in a_left if places.get(a_strict[i])]
+
+
+def _runs(positions: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][-1] + 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
+
+
+def _connected(body: Body, positions: list[int]) -> list[list[int]]:
+    """Groups of nodes that stand next to one another or read one another; each ascending, by their first node."""
+    parent = {position: position for position in positions}
+
+    def root_of(position: int) -> int:
+        while parent[position] != position:
+            parent[position] = parent[parent[position]]
+            position = parent[position]
+        return position
+
+    for position in positions:
+        for near in (position - 1, *(argument.producer for argument in body.nodes[position].arguments)):
+            if near is not None and near in parent:
+                roots = root_of(near), root_of(position)
+                parent[max(roots)] = min(roots)
+    groups: dict[int, list[int]] = {}
+    for position in positions:
+        groups.setdefault(root_of(position), []).append(position)
+    return list(groups.values())
+
+
+def _places(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> list[int]:
+    """For each position of the other side, where in the reference it would stand: before the next node matched."""
+    to_a = {j: i for i, j in pairs}
+    places = [length] * other_length
+    for j in range(other_length - 1, -1, -1):
+        places[j] = to_a.get(j, places[j + 1] if j + 1 < other_length else length)
+    return places
+
+
+def _run_kind(nodes: list[Node], kind: str) -> str:
+    return "number of collectives" if any(node.is_collective for node in nodes) else kind
+
+
+def _describe_run(nodes: list[Node]) -> str:
+    if len(nodes) == 1:
+        return f"`{clip(nodes[0].line)}`"
+    collectives = sum(node.is_collective for node in nodes)
+    targets = [short_target(node.target) for node in nodes]
+    shown = ", ".join(targets[:5]) + (" …" if len(targets) > 5 else "")
+    count = f"{len(nodes)} nodes" + (f", {number_of(collectives, 'collective')} among them" if collectives else "")
+    return f"{count}: {shown}"
+
+
+def _only(nodes: list[Node]) -> str:
+    if not nodes:
+        return ""
+    names = ", ".join(f"`{node.name}` {_form(node)}".rstrip() for node in nodes[:3])
+    return f", only here: {names}{' …' if len(nodes) > 3 else ''}"
+
+
+def _form(node: Node) -> str:
+    return f"{node.dtype}{_sizes(node.shape)}"
+
+
+def _sizes(sizes: tuple[str, ...] | None) -> str:
+    return "" if sizes is None else f"[{', '.join(sizes)}]"
+
+
+def short_target(target: str) -> str:
+    return target.removeprefix("torch.ops.").removeprefix("aten.")
+
+
+def _collective_place(body: Body, position: int) -> str:
+    number = sum(node.is_collective for node in body.nodes[:position])
+    return f"collective {number} of the graph"
+
+
+_DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
+
+
+def _constant_fact(facts: Mapping[str, str], path: str, node: Node) -> str:
+    names = [f"{path}.{node.target}"] if path else []
+    for name in (*names, node.target):
+        if f"constant {name}" in facts:
+            return facts[f"constant {name}"]
+    return ""
+
+
+def count_collectives(body: Body) -> int:
+    """The collectives in the body and those nested in it."""
+    nested = sum(count_collectives(inner) for inner in body.bodies.values())
+    return nested + sum(node.is_collective for node in body.nodes)
+
+
+def number_of(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def clip(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
