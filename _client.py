@@ -87,7 +87,10 @@ class PendingVote:
         self.outcome = 0
         self.flags = 0
         self.exchange = 0
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = _NO_FACTS
+
+
+_NO_FACTS: dict[str, Any] = {}
 
 
 class PendingRound:
@@ -111,15 +114,16 @@ class _Lines:
 
     def has_gap(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> bool:
         """Whether positions before any of the spans are neither voted on nor recorded as eager."""
-        return any(
-            start > self._frontier.get(group, 0) + eager.get(group, 0) - self._eager.get(group, 0)
-            for group, start, _ in spans
-        )
+        for group, start, _ in spans:
+            gap = start - self._frontier.get(group, 0)
+            if gap > 0 and gap > eager.get(group, 0) - self._eager.get(group, 0):
+                return True
+        return False
 
     def advance(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> None:
         """The spans have been sent."""
         for group, _, end in spans:
-            self._frontier[group] = max(end, self._frontier.get(group, 0))
+            self._frontier[group] = end
             if eager:
                 self._eager[group] = eager.get(group, 0)
 
@@ -145,6 +149,7 @@ class Client:
         self._others_wait = 0
         self._failure: tuple[type[HandshakeError], str] | None = None
         self._threads: set[int] = set()
+        self._only_thread = 0
         self.bytes_sent = 0
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_UP_S))
@@ -167,22 +172,23 @@ class Client:
             eager: how many collectives of each group were recorded as issued outside any graph, so far.
             flags: BLOCKING (left out where other threads of this process vote too), PARTIAL, HAS_GRAPH.
         """
-        if flags & _protocol.BLOCKING and not self._is_the_only_thread():
+        if threading.get_ident() != self._only_thread and not self._is_the_only_thread():
             flags &= ~_protocol.BLOCKING
         lines = self._lines
         with lines.sent:
             if lines.has_gap(spans, eager):
                 lines.sent.wait_for(lambda: not lines.has_gap(spans, eager), GAP_WAIT_S)
-            declared, numbered = b"", []
+            declared = b""
+            numbered = []
             for group, start, end in spans:
-                number = self._groups.get(group)
-                if number is None:
-                    number = self._groups[group] = len(self._groups)
-                    declared += _protocol.group(number, group.ranks)
-                numbered.append((number, start, end))
-            self._numbers = (self._numbers + 1) & 0xFFFFFFFF
-            pending = self._votes[self._numbers] = PendingVote(self._numbers)
-            data = _protocol.vote(self._numbers, flags, digest, numbered)
+                known = self._groups.get(group)
+                if known is None:
+                    known = self._groups[group] = len(self._groups)
+                    declared += _protocol.group(known, group.ranks)
+                numbered.append((known, start, end))
+            number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
+            pending = self._votes[number] = PendingVote(number)
+            data = _protocol.vote(number, flags, digest, numbered)
             self._send(declared + data if declared else data)
             lines.advance(spans, eager)
             lines.sent.notify_all()
@@ -190,9 +196,10 @@ class Client:
 
     def _is_the_only_thread(self) -> bool:
         """Whether no other living thread has voted on this connection: then this rank is blocked while it waits."""
-        self._threads.add(threading.get_ident())
-        if len(self._threads) > 1:
-            self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+        this = threading.get_ident()
+        self._threads.add(this)
+        self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None} | {this}
+        self._only_thread = this if len(self._threads) == 1 else 0
         return len(self._threads) == 1
 
     def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
@@ -220,24 +227,30 @@ class Client:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait(self, pending: PendingVote | PendingRound, deadline: Deadline) -> None:
-        """Blocks until the verdict, or the round's result, is there.
+    def wait(self, pending: PendingVote | PendingRound, seconds: float) -> None:
+        """Blocks until the verdict, or the round's result, is there; for so many seconds at most.
 
         Raises:
             HandshakePeerLostError: the coordinator is gone.
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
             HandshakeTimeoutError: the coordinator does not answer.
         """
+        deadline = None
         while not pending.outcome:
             if self._failure is not None:
                 raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
-            if self._reading.acquire(blocking=False):
+            if self._reading.acquire(False):
                 try:
                     while not pending.outcome and self._failure is None:
-                        self._receive(deadline)
+                        if not self._receive():
+                            # Only now, after LOOK_UP_S, does the time matter.
+                            deadline = deadline or Deadline(seconds)
+                            if not deadline.remaining():
+                                raise self._no_answer(seconds)
                 finally:
                     self._reading.release()
-                    self._wake_others()
+                    if self._others_wait:
+                        self._wake_others()
             else:
                 with self._turn:
                     self._others_wait += 1
@@ -251,7 +264,7 @@ class Client:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
         while self._failure is None:
             try:
-                self.wait(PendingRound(), Deadline(LOOK_UP_S))
+                self.wait(PendingRound(), LOOK_UP_S)
             except HandshakeTimeoutError:
                 pass
             except HandshakeError:
@@ -262,31 +275,40 @@ class Client:
             with self._turn:
                 self._turn.notify_all()
 
-    def _receive(self, deadline: Deadline) -> None:
+    def _no_answer(self, seconds: float) -> HandshakeTimeoutError:
+        return HandshakeTimeoutError(
+            f"rank {self._rank}: {self._describe_coordinator()} has not answered within {seconds:.0f} s, and not "
+            f"ended the wait either: its process hangs, or its host is not reachable any more. Look at that process",
+            ranks=[int(self.coordinator["rank"])],
+            seconds=seconds,
+        )
+
+    def _receive(self) -> bool:
+        """Reads once, and hands out what came. Returns whether anything did, within LOOK_UP_S."""
         try:
             data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            if not deadline.remaining():
-                raise HandshakeTimeoutError(
-                    f"rank {self._rank}: {self._describe_coordinator()} has not answered within "
-                    f"{deadline.seconds:.0f} s, and not ended the wait either: its process hangs, or its host is not "
-                    f"reachable any more. Look at that process",
-                    ranks=[int(self.coordinator["rank"])],
-                    seconds=deadline.seconds,
-                ) from None
-            return
+            return False
         except OSError as error:
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
-            return
+            return True
         if not data:
             self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
-            return
+            return True
+        number = _protocol.fat_vote(data)
+        if number is not None and number in self._votes and not self._decoder.is_within_frame:
+            # The usual answer, alone: nothing to parse.
+            self._votes.pop(number).outcome = _protocol.FAT
+            if self._others_wait:
+                self._wake_others()
+            return True
         self._decoder.feed(data)
         try:
             while (message := self._decoder.next_message()) is not None:
                 self._handle(message)
         except HandshakeProtocolError as error:
             self._fail(HandshakeProtocolError, str(error))
+        return True
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
@@ -345,12 +367,10 @@ class Client:
         self.bytes_sent += len(data)
 
     def _fail_after_reading(self, why: str) -> None:
-        if self._failure is None and self._reading.acquire(blocking=False):
+        if self._failure is None and self._reading.acquire(False):
             try:
-                while self._failure is None:
-                    self._receive(Deadline(0.0))
-            except HandshakeTimeoutError:
-                pass
+                while self._failure is None and self._receive():
+                    pass
             finally:
                 self._reading.release()
         if self._failure is None:

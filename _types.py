@@ -446,6 +446,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         return f"RankCollectiveCounts({self._pg_to_count!r})"
 
 
+@functools.lru_cache(maxsize=4096)  # the graphs that a process dispatches over and over
 def fingerprint_digest(fingerprint: str) -> bytes:
     """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire.
 

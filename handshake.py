@@ -431,7 +431,7 @@ class Handshake:
             )
         spans, eager = [], {}
         counts = request.pg_collective_counts
-        for group, count in counts.items():
+        for group, count in counts._pg_to_count.items():  # not through the Mapping: this is every dispatch's path
             if not count.num_collectives_in_graph:
                 continue
             if group.ranks[-1] >= settings.world_size:
@@ -513,7 +513,7 @@ class Ticket:
         settings, pending, client = self._session.settings, self._pending, self._client
         if pending is None or client is None:
             raise AssertionError("a vote that was never sent")
-        client.wait(pending, Deadline(settings.timeout_s + _client.COORDINATOR_GRACE_S))
+        client.wait(pending, settings.timeout_s + _client.COORDINATOR_GRACE_S)
         waited_s = time.monotonic() - self._started
         counters = self._session.counters
         counters["handshakes"] += 1
@@ -645,7 +645,7 @@ class Exchange:
 
     def _round(self, round_number: int, payload: bytes | None) -> bytes | None:
         pending = self._client.exchange(self._number, round_number, payload)
-        self._client.wait(pending, Deadline(self._timeout_s + _client.COORDINATOR_GRACE_S))
+        self._client.wait(pending, self._timeout_s + _client.COORDINATOR_GRACE_S)
         if not pending.ok:
             logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
             self._client.forget_exchange(self._number)
