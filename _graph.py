@@ -25,6 +25,8 @@ so a role is one of these, each of which leaves a rank no choice of group:
 - the size, stride and phase of a regular group (rows, columns, planes of a mesh of any number of dimensions, on all
   ranks or on a block of them). Groups of one size, stride and phase don't overlap, so a rank is in one of them at most;
 - else the ranks themselves.
+(That a rank did not know a group yet when it made its fingerprint does no harm: then its graph doesn't use it, and the
+spans of the two votes differ.)
 A peer in point-to-point communication is named by its distance on the ring of its group.
 """
 
@@ -37,6 +39,7 @@ import os
 import re
 import secrets
 import struct
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -938,6 +941,9 @@ class _GraphWalk:
                 return self._tables.group(_group_of_object(value))
             if isinstance(value, distributed.device_mesh.DeviceMesh):
                 return self._tables.mesh(value)
+        placements = sys.modules.get("torch.distributed.tensor.placement_types")
+        if placements is not None and isinstance(value, placements.Placement):
+            return f"{name} {value!r}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return f"{name} {self._dict(fields)}"
@@ -978,7 +984,7 @@ class _GraphWalk:
         metadata = self._metadata(tensor, None)
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = ",".join(f"{name}={self._tensor_value(getattr(tensor, name))}" for name in names)
+            inner = ",".join(f"{name}={self.value(getattr(tensor, name))}" for name in names)
             return f"{metadata} {self.value(context)} {inner}"
         if isinstance(tensor, self._fake_tensor):
             if tensor.constant is None:
@@ -1025,7 +1031,7 @@ class _GraphWalk:
             text += " conj"
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = ",".join([self._tensor_metadata(getattr(tensor, name), source) for name in names])
+            inner = ",".join([self._metadata(getattr(tensor, name), source) for name in names])
             text += f" {_class_name(type(tensor))} {self.value(context)} {inner}"
         elif source is not None and strided:
             # Inputs that share memory: named by the first of them.
