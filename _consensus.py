@@ -320,19 +320,27 @@ class _CollectiveHandshakeConsensus:
 
         `timeout_s` is this vote's own, where it differs from the machine's.
         """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = None if limit is None else now + limit
+        self._votes += 1
+        vote = _Vote(rank, spans, fingerprint, now, deadline, request, blocking, self._votes)
+        decisions: list[Decision] = []
+        if len(spans) == 1 and self._enters_only_cell(vote, *spans[0]):
+            component = vote.cells[0].component
+            if not component.incomplete:
+                self._settle(component, None, now, decisions)
+            elif self._contested or (len(self._groups_of_rank[rank]) > 1 and self._is_contested(rank)):
+                self._contested.add(rank)
+                self._settle_wait_cycles(now, decisions, standing=False)
+            return decisions
         self._refuse_what_is_out_of_order(rank, spans)
         if not spans:
             return [Decision(rank, Outcome.FAT, "", request)]
-        decisions: list[Decision] = []
         for group, start, end in spans:
             cells = group.cells
             if len(cells) > 1 or (cells and (start, end) not in cells):
                 self._settle_cells_passed(rank, group, start, now, decisions)
 
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        self._votes += 1
-        deadline = None if limit is None else now + limit
-        vote = _Vote(rank, spans, fingerprint, now, deadline, request, blocking, self._votes)
         finding = self._finding_against(vote)
         for group, _, end in spans:
             group.frontier[rank] = end
@@ -433,6 +441,39 @@ class _CollectiveHandshakeConsensus:
         return due
 
     # ------------------------------------------------------------------ a vote arrives
+
+    def _enters_only_cell(self, vote: _Vote, group: Group, start: int, end: int) -> bool:
+        """The usual vote, in few steps: on one group, whose only open cell is of the same span and makes up its
+        component alone, with the same fingerprint. Nothing can speak against it then: see `_finding_against` for the
+        rest. Returns whether this is such a vote; if so, it is in the cell."""
+        cell = group.cells.get((start, end))
+        rank = vote.rank
+        if (
+            cell is None
+            or len(group.cells) > 1
+            or len(cell.component.cells) > 1
+            or cell.component.fingerprint != vote.fingerprint
+            or group.frontier.get(rank, 0) > start
+            or group.lost
+        ):
+            return False
+        component = cell.component
+        group.frontier[rank] = end
+        self._last_vote[rank] = (vote.arrived, vote.spans)
+        cell.voters[rank] = vote
+        if len(cell.voters) == len(group.ranks):
+            component.incomplete = 0
+        belongs_to = self._groups_of_rank[rank]
+        if len(belongs_to) > 1:
+            cell.without |= belongs_to
+            cell.without.discard(group)
+        vote.cells.append(cell)
+        component.votes.append(vote)
+        self._pending[vote.number] = vote
+        self._pending_of_rank[rank].append(vote)
+        if vote.deadline is not None and vote.deadline < (self._next_deadline or vote.deadline):
+            self._next_deadline = vote.deadline
+        return True
 
     def _refuse_what_is_out_of_order(self, rank: int, spans: list[Span]) -> None:
         for group, start, end in spans:
@@ -553,12 +594,17 @@ class _CollectiveHandshakeConsensus:
         for vote in component.votes:
             del self._pending[vote.number]
             self._pending_of_rank[vote.rank].remove(vote)
-            decisions.append(self._decide(vote, finding, now))
+            if finding is None:
+                decisions.append(Decision(vote.rank, Outcome.FAT, "", vote.request))
+            else:
+                decisions.append(self._decide(vote, finding, now))
+        # Votes, cells and component refer to one another; cut, they are freed here and not by the garbage collector.
+        for cell in component.cells:
+            cell.voters = {}
+        component.cells, component.votes = [], []
 
     @staticmethod
-    def _decide(vote: _Vote, finding: _Finding | None, now: float) -> Decision:
-        if finding is None:
-            return Decision(vote.rank, Outcome.FAT, "", vote.request)
+    def _decide(vote: _Vote, finding: _Finding, now: float) -> Decision:
         return Decision(
             vote.rank,
             finding.outcome,

@@ -91,7 +91,8 @@ class Config(NamedTuple):
     debug: str  # the folder for reports, or empty
 
 
-Cast: TypeAlias = "tuple[_Connection, _protocol.Vote, list[tuple[Group, int, int]]]"
+# A vote as it waits in the consensus machine: who cast it, and its number, flags, digest and spans.
+Cast: TypeAlias = "tuple[_Connection, int, int, bytes, list[tuple[Group, int, int]]]"
 
 
 class _Connection:
@@ -137,6 +138,7 @@ class Server:
         self._strangers: set[_Connection] = set()
         self._of_rank: dict[int, _Connection] = {}
         self._accept_again: float | None = None
+        self._looks_at_parent = False
         self._recent: dict[Group, list[str]] = {}
 
     # ------------------------------------------------------------------ the loop
@@ -147,22 +149,34 @@ class Server:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         parent_descriptor = self._watch_parent()
+        self._looks_at_parent = self._parent is not None and parent_descriptor is None
         reason = "the coordinator failed"
+        select, monotonic = self._selector.select, time.monotonic
+        seconds = None
         try:
             while True:
-                for key, events in self._selector.select(self._seconds_to_wait()):
-                    if key.data is None:
+                for key, events in select(seconds):
+                    peer = key.data
+                    if type(peer) is _Connection:
+                        if events & selectors.EVENT_WRITE:
+                            self._flush(peer)
+                        if events & selectors.EVENT_READ:
+                            self._read(peer)
+                    elif peer is None:
                         reason = f"rank {self._config.rank}, which coordinates, closed the handshake or exited"
                         return
-                    if isinstance(key.data, _Connection):
-                        if events & selectors.EVENT_WRITE:
-                            self._flush(key.data)
-                        if events & selectors.EVENT_READ:
-                            self._read(key.data)
                     else:
-                        key.data()
-                self._look_at_the_clock()
-                if self._parent is not None and parent_descriptor is None and os.getppid() != self._parent:
+                        peer()
+                deadline = self._next_deadline()
+                if deadline is None and not self._has_chores:
+                    seconds = None
+                    continue
+                now = monotonic()
+                if deadline is None or deadline <= now or self._has_chores:
+                    self._look_at_the_clock(now)
+                    deadline = self._next_deadline()
+                seconds = None if deadline is None else max(0.0, deadline - now)
+                if self._looks_at_parent and os.getppid() != self._parent:
                     return
         finally:
             self._close(reason)
@@ -179,29 +193,30 @@ class Server:
         self._selector.register(descriptor, selectors.EVENT_READ, None)
         return descriptor
 
-    def _seconds_to_wait(self) -> float | None:
-        consensus = self._consensus.next_deadline()
-        if not (self._strangers or self._accept_again or self._config.debug or self._parent):
-            splits = self._splits.next_deadline()
-            if splits is None:
-                return None if consensus is None else max(0.0, consensus - time.monotonic())
-        deadlines = [d for d in (consensus, self._splits.next_deadline(), self._accept_again) if d is not None]
+    def _next_deadline(self) -> float | None:
+        """When something is to be done though nothing arrives, or None."""
+        deadline = self._consensus.next_deadline()
+        if not (self._strangers or self._splits.has_records or self._has_chores):
+            return deadline
+        deadlines = [d for d in (deadline, self._splits.next_deadline(), self._accept_again) if d is not None]
         deadlines += [connection.hello_by for connection in self._strangers]
         if self._reports is not None:
             deadlines += self._reports.deadlines()
-        now = time.monotonic()
-        if self._parent is not None:
-            deadlines.append(now + LOOK_AT_PARENT_S)
-        return max(0.0, min(deadlines) - now) if deadlines else None
+        if self._looks_at_parent:
+            deadlines.append(time.monotonic() + LOOK_AT_PARENT_S)
+        return min(deadlines, default=None)
 
-    def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
+    @property
+    def _has_chores(self) -> bool:
+        return self._reports is not None or self._accept_again is not None or self._looks_at_parent
+
+    def _look_at_the_clock(self, now: float) -> None:
         deadline = self._consensus.next_deadline()
         if deadline is not None and deadline <= now:
             self._answer(self._consensus.expire(now), now)
             for notice in self._consensus.notices(now):
-                connection, vote, _ = notice.request
-                self._send(connection, _protocol.notice(vote.number, notice.text))
+                connection, number, *_ = notice.request
+                self._send(connection, _protocol.notice(number, notice.text))
         deadline = self._splits.next_deadline()
         if deadline is not None and deadline <= now:
             self._reply(self._splits.expire(now))
@@ -270,11 +285,15 @@ class Server:
             self._drop(connection, "its process exited, or its host is gone")
             return
         decoder = connection.decoder
-        decoder.feed(data)
         try:
+            vote = _protocol.vote_of_one(data)
+            if vote is not None and connection.rank >= 0 and not decoder.is_within_frame:
+                self._vote(connection, vote[2], vote[3], vote[4], [vote[6:]])
+                return
+            decoder.feed(data)
             while (message := decoder.next_message()) is not None:
                 if type(message) is _protocol.Vote and connection.rank >= 0:
-                    self._vote(connection, message)
+                    self._vote(connection, *message)
                 elif not self._handle(connection, message):
                     return
         except HandshakeProtocolError as error:
@@ -375,44 +394,46 @@ class Server:
 
     # ------------------------------------------------------------------ votes and answers
 
-    def _vote(self, connection: _Connection, vote: _protocol.Vote) -> None:
+    def _vote(
+        self, connection: _Connection, number: int, flags: int, digest: bytes, numbered: list[tuple[int, int, int]]
+    ) -> None:
         groups = connection.groups
-        try:
-            spans = [(groups[number], start, end) for number, start, end in vote.spans]
-        except KeyError as error:
-            raise HandshakeProtocolError(f"a vote on group number {error}, which was never declared") from None
-        for _, start, end in spans:
+        spans = []
+        for group_number, start, end in numbered:
+            group = groups.get(group_number)
+            if group is None:
+                raise HandshakeProtocolError(f"a vote on group number {group_number}, which was never declared")
             if start >= end:
                 raise HandshakeProtocolError(f"a vote with an empty span [{start}, {end})")
+            spans.append((group, start, end))
         if len(spans) > 1 and len({group for group, _, _ in spans}) < len(spans):
             raise HandshakeProtocolError("a vote that names a group twice")
         if self._consensus.votes_under_way(connection.rank) >= MAX_VOTES_UNDER_WAY:
             raise HandshakeProtocolError(f"more than {MAX_VOTES_UNDER_WAY} votes wait at once")
         now = time.monotonic()
-        blocking = bool(vote.flags & _protocol.BLOCKING)
-        cast: Cast = (connection, vote, spans)
+        cast: Cast = (connection, number, flags, digest, spans)
         try:
             decisions = self._consensus.cast(
-                connection.rank, spans, vote.digest, now, cast, blocking, connection.timeout_s
+                connection.rank, spans, digest, now, cast, bool(flags & _protocol.BLOCKING), connection.timeout_s
             )
         except HandshakeProtocolError as error:
             facts = {"reason": str(error), "group": error.group and _protocol.runs(error.group), "span": error.span}
             self._send(
                 connection,
-                _protocol.detail(vote.number, facts) + _protocol.verdict(vote.number, _protocol.VOTE_REFUSED),
+                _protocol.detail(number, facts) + _protocol.verdict(number, _protocol.VOTE_REFUSED),
             )
             return
         if decisions:
             self._answer(decisions, now)
-        if self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
+        if self._splits.has_records and self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
             self._reply(self._splits.note_vote(connection.rank))
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
         facts_of: dict[int, dict[str, Any]] = {}
         for decision in decisions:
-            connection, vote, spans = decision.request
+            connection, number, vote_flags, digest, spans = decision.request
             if decision.outcome is Outcome.FAT:
-                self._send(connection, _protocol.verdict(vote.number, _protocol.FAT))
+                self._send(connection, _protocol.verdict(number, _protocol.FAT))
                 if self._reports is not None:
                     self._note(spans, "fat")
                 continue
@@ -425,14 +446,14 @@ class Server:
                     "span": decision.span,
                 }
             flags = exchange = 0
-            if decision.outcome is Outcome.SPLIT and (self._reports is not None or vote.flags & _protocol.PARTIAL):
+            if decision.outcome is Outcome.SPLIT and (self._reports is not None or vote_flags & _protocol.PARTIAL):
                 split_vote = SplitVote(
                     connection.rank,
-                    vote.number,
+                    number,
                     spans,
-                    vote.digest,
-                    bool(vote.flags & _protocol.PARTIAL),
-                    bool(vote.flags & _protocol.HAS_GRAPH),
+                    digest,
+                    bool(vote_flags & _protocol.PARTIAL),
+                    bool(vote_flags & _protocol.HAS_GRAPH),
                 )
                 record, replies = self._splits.add(split_vote, decision.reason, now)
                 exchange = record.number if connection.rank in record.promised else 0
@@ -444,8 +465,8 @@ class Server:
                 replies = []
             self._send(
                 connection,
-                _protocol.detail(vote.number, facts)
-                + _protocol.verdict(vote.number, _OUTCOMES[decision.outcome], flags, exchange),
+                _protocol.detail(number, facts)
+                + _protocol.verdict(number, _OUTCOMES[decision.outcome], flags, exchange),
             )
             self._reply(replies)
 

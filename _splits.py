@@ -269,6 +269,11 @@ class Splits:
     # ------------------------------------------------------------------ within
 
     @property
+    def has_records(self) -> bool:
+        """Whether any split component is kept."""
+        return bool(self._records)
+
+    @property
     def has_open_plans(self) -> bool:
         """Whether any exchange is under way."""
         return any(record.plan for record in self._records.values())
