@@ -104,28 +104,16 @@ class PendingRound:
         self.payload = b""
 
 
-class _Lines:
-    """How far this rank's votes on each group have been sent."""
+class _Line:
+    """How far this rank's votes on one group have been sent. `number` names the group on this connection; `eager` is
+    how many of its collectives were recorded as issued outside any graph by then."""
 
-    def __init__(self) -> None:
-        self.sent = threading.Condition()
-        self._frontier: dict[ProcessGroupId, int] = {}
-        self._eager: dict[ProcessGroupId, int] = {}
+    __slots__ = ("eager", "frontier", "number")
 
-    def has_gap(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> bool:
-        """Whether positions before any of the spans are neither voted on nor recorded as eager."""
-        for group, start, _ in spans:
-            gap = start - self._frontier.get(group, 0)
-            if gap > 0 and gap > eager.get(group, 0) - self._eager.get(group, 0):
-                return True
-        return False
-
-    def advance(self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]) -> None:
-        """The spans have been sent."""
-        for group, _, end in spans:
-            self._frontier[group] = end
-            if eager:
-                self._eager[group] = eager.get(group, 0)
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.frontier = 0
+        self.eager = 0
 
 
 class Client:
@@ -137,8 +125,11 @@ class Client:
         self._decoder = decoder
         self._rank = rank
         self.coordinator = coordinator
-        self._lines = _Lines()
-        self._groups: dict[ProcessGroupId, int] = {}
+        self.reports = bool(coordinator.get("debug"))  # whether splits are explained
+        self._lines: dict[ProcessGroupId, _Line] = {}
+        self._sending = threading.Lock()
+        self._sent = threading.Condition(self._sending)  # notified when a vote has left
+        self._votes_wait_for_others = 0
         self._numbers = 0
         self._votes: dict[int, PendingVote] = {}
         self._details: dict[int, dict[str, Any]] = {}
@@ -174,25 +165,51 @@ class Client:
         """
         if threading.get_ident() != self._only_thread and not self._is_the_only_thread():
             flags &= ~_protocol.BLOCKING
-        lines = self._lines
-        with lines.sent:
-            if lines.has_gap(spans, eager):
-                lines.sent.wait_for(lambda: not lines.has_gap(spans, eager), GAP_WAIT_S)
+        with self._sending:
+            lines: list[Any] = [self._lines.get(group) for group, _, _ in spans]
             declared = b""
+            for line, (group, start, _) in zip(lines, spans):
+                if line is None or start - line.frontier > eager.get(group, 0) - line.eager:
+                    declared, lines = self._wait_and_declare(spans, eager)
+                    break
             numbered = []
-            for group, start, end in spans:
-                known = self._groups.get(group)
-                if known is None:
-                    known = self._groups[group] = len(self._groups)
-                    declared += _protocol.group(known, group.ranks)
-                numbered.append((known, start, end))
+            for line, (group, start, end) in zip(lines, spans):
+                numbered.append((line.number, start, end))
+                line.frontier = end
+                line.eager = eager.get(group, 0)
             number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
             pending = self._votes[number] = PendingVote(number)
-            data = _protocol.vote(number, flags, digest, numbered)
-            self._send(declared + data if declared else data)
-            lines.advance(spans, eager)
-            lines.sent.notify_all()
+            self._send(declared + _protocol.vote(number, flags, digest, numbered))
+            if self._votes_wait_for_others:
+                self._sent.notify_all()
         return pending
+
+    def _wait_and_declare(
+        self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]
+    ) -> tuple[bytes, list[_Line]]:
+        """Waits for the votes that fill gaps, then gives each new group a number. Returns the frames that declare
+        them, which must be sent before the lock is given up, and the line of each span."""
+        for group, start, _ in spans:
+            self._wait_for_the_vote_before(group, start, eager.get(group, 0))
+        declared = b""
+        for group, _, _ in spans:
+            if group not in self._lines:
+                self._lines[group] = _Line(len(self._lines))
+                declared += _protocol.group(self._lines[group].number, group.ranks)
+        return declared, [self._lines[group] for group, _, _ in spans]
+
+    def _wait_for_the_vote_before(self, group: ProcessGroupId, start: int, eager: int) -> None:
+        """Waits a moment while positions before `start` are neither voted on nor recorded as eager."""
+
+        def is_filled() -> bool:
+            line = self._lines.get(group)
+            return start <= eager if line is None else start - line.frontier <= eager - line.eager
+
+        self._votes_wait_for_others += 1
+        try:
+            self._sent.wait_for(is_filled, GAP_WAIT_S)
+        finally:
+            self._votes_wait_for_others -= 1
 
     def _is_the_only_thread(self) -> bool:
         """Whether no other living thread has voted on this connection: then this rank is blocked while it waits."""
@@ -204,7 +221,7 @@ class Client:
 
     def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
         """Sends the graph that a verdict asked for."""
-        with self._lines.sent:
+        with self._sending:
             self._send(_protocol.graph(vote.number, compressed))
 
     # ------------------------------------------------------------------ exchanges
@@ -215,7 +232,7 @@ class Client:
         if number in self._called_off:
             pending.payload, pending.outcome = self._called_off[number], 1
         elif payload is not None:
-            with self._lines.sent:
+            with self._sending:
                 self._send(_protocol.exchange(number, round_number, payload))
         return pending
 

@@ -392,7 +392,7 @@ def vote_of_one(data: bytes) -> tuple[int, int, int, int, bytes, int, int, int, 
     if len(data) == _VOTE_OF_ONE.size and data[4] == VOTE:
         fields = _VOTE_OF_ONE.unpack(data)
         if fields[0] == _VOTE_OF_ONE_LENGTH and fields[5] == 1:
-            return fields  # type: ignore[return-value]  # struct's formats are not typed
+            return fields
     return None
 
 

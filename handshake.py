@@ -210,9 +210,12 @@ class _Session:
         self.settings = settings
         self.closed = False
         self.endpoint: Endpoint | None = None
-        self.counters: dict[str, float] = dict.fromkeys(
-            ("handshakes", "fat", "split", "timeout", "peer_lost", "refused", "waited_s", "longest_wait_s"), 0
-        )
+        # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
+        self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
+        self.fat = 0
+        self.waited_s = 0.0
+        self.longest_wait_s = 0.0
+        self.counters = dict.fromkeys(("split", "timeout", "peer_lost", "refused"), 0)
         self._lock = threading.Lock()
         self._client: _client.Client | None = None
         self._coordinator: _coordinator.Coordinator | None = None
@@ -258,7 +261,7 @@ class _Session:
                 raise HandshakeError(f"rank {self.settings.rank}: the handshake was closed; make a new Handshake()")
             if self._client is None:
                 self._client = _client.connect(self._find, self._facts(), Deadline(self.settings.timeout_s))
-                if self._client.coordinator.get("debug"):
+                if self._client.reports:
                     # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
                     threading.Thread(target=self._client.read_on, name="handshake-reports", daemon=True).start()
             return self._client
@@ -274,6 +277,17 @@ class _Session:
     def address(self) -> tuple[str, int] | None:
         """(host, port) of the coordinator, on its own rank and on ranks that have been let in; else None."""
         return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
+
+    def count_fat(self, waited_s: float) -> None:
+        """Counts a handshake that ended fat."""
+        self.fat += 1
+        self.count_wait(waited_s)
+
+    def count_wait(self, waited_s: float) -> None:
+        """Counts the seconds that a handshake took."""
+        self.waited_s += waited_s
+        if waited_s > self.longest_wait_s:
+            self.longest_wait_s = waited_s
 
     def splits_seen(self, digest: bytes) -> int:
         """Counts one more split of this fingerprint."""
@@ -405,7 +419,25 @@ class Handshake:
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
             HandshakeError: the handshake was closed.
         """
-        return self._vote(request, graph_text, _protocol.BLOCKING).result()
+        session = self._session
+        spans, eager = self._spans(request)
+        if not spans:
+            return True
+        client = session._client or session.client()
+        if graph_text is not None and not client.reports:
+            graph_text = None
+        started = time.monotonic()
+        pending = client.vote(
+            fingerprint_digest(request.executable_fingerprint),
+            spans,
+            eager,
+            _protocol.BLOCKING if graph_text is None else _protocol.BLOCKING | _protocol.HAS_GRAPH,
+        )
+        client.wait(pending, session.wait_s)
+        if pending.outcome == _protocol.FAT:
+            session.count_fat(time.monotonic() - started)
+            return True
+        return Ticket(session, client, pending, request, graph_text, started).result()
 
     def submit_async(
         self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
@@ -420,6 +452,28 @@ class Handshake:
 
     def _vote(self, request: CollectiveHandshakeRequest, graph_text: GraphText, flags: int) -> "Ticket":
         session = self._session
+        spans, eager = self._spans(request)
+        if not spans:
+            return Ticket(session, None, None, request, None, 0.0)
+        client = session.client()
+        if graph_text is not None and client.reports:
+            flags |= _protocol.HAS_GRAPH
+        else:
+            graph_text = None
+        started = time.monotonic()
+        pending = client.vote(fingerprint_digest(request.executable_fingerprint), spans, eager, flags)
+        return Ticket(session, client, pending, request, graph_text, started)
+
+    def _spans(
+        self, request: CollectiveHandshakeRequest
+    ) -> tuple[list[tuple[ProcessGroupId, int, int]], dict[ProcessGroupId, int]]:
+        """The spans that must be agreed on, and the eager collectives recorded on their groups.
+
+        Raises:
+            HandshakeConfigError: the request can't be this rank's.
+            HandshakeError: the handshake was closed.
+        """
+        session = self._session
         settings = session.settings
         if session.closed:
             raise HandshakeError(f"rank {settings.rank}: the handshake was closed; make a new Handshake()")
@@ -429,7 +483,8 @@ class Handshake:
             raise HandshakeConfigError(
                 f"a request of rank {request.rank} was submitted on rank {settings.rank}", ranks=[request.rank]
             )
-        spans, eager = [], {}
+        spans: list[tuple[ProcessGroupId, int, int]] = []
+        eager: dict[ProcessGroupId, int] = {}
         counts = request.pg_collective_counts
         for group, count in counts._pg_to_count.items():  # not through the Mapping: this is every dispatch's path
             if not count.num_collectives_in_graph:
@@ -442,24 +497,23 @@ class Handshake:
                 )
             if len(group.ranks) > 1:
                 spans.append((group, count.collective_count_before, count.end))
-                if recorded := counts.eager_collectives(group):
-                    eager[group] = recorded
-        if not spans:
-            return Ticket(session, None, request, None, 0.0)
-        client = session.client()
-        if graph_text is not None and client.coordinator.get("debug"):
-            flags |= _protocol.HAS_GRAPH
-        else:
-            graph_text = None
-        started = time.monotonic()
-        pending = client.vote(fingerprint_digest(request.executable_fingerprint), spans, eager, flags)
-        return Ticket(session, pending, request, graph_text, started)
+                if counts._eager:
+                    eager[group] = counts._eager.get(group, 0)
+        return spans, eager
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes and how they ended, `waited_s` and
         `longest_wait_s` in seconds, `bytes_sent`."""
-        client = self._session._client
-        return {**self._session.counters, "bytes_sent": client.bytes_sent if client is not None else 0}
+        session = self._session
+        client = session._client
+        return {
+            "handshakes": session.fat + sum(session.counters.values()),
+            "fat": session.fat,
+            **session.counters,
+            "waited_s": session.waited_s,
+            "longest_wait_s": session.longest_wait_s,
+            "bytes_sent": client.bytes_sent if client is not None else 0,
+        }
 
     def close(self) -> None:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
@@ -484,13 +538,14 @@ class Ticket:
     def __init__(
         self,
         session: _Session,
+        client: _client.Client | None,
         pending: PendingVote | None,
         request: CollectiveHandshakeRequest,
         graph_text: GraphText,
         started: float,
     ) -> None:
         self._session = session
-        self._client = session._client
+        self._client = client
         self._pending = pending
         self._request = request
         self._graph_text = graph_text
@@ -510,18 +565,15 @@ class Ticket:
         return self._answer
 
     def _wait(self) -> bool | HandshakeError:
-        settings, pending, client = self._session.settings, self._pending, self._client
+        pending, client = self._pending, self._client
         if pending is None or client is None:
             raise AssertionError("a vote that was never sent")
-        client.wait(pending, settings.timeout_s + _client.COORDINATOR_GRACE_S)
+        client.wait(pending, self._session.wait_s)
         waited_s = time.monotonic() - self._started
-        counters = self._session.counters
-        counters["handshakes"] += 1
-        counters["waited_s"] += waited_s
-        counters["longest_wait_s"] = max(counters["longest_wait_s"], waited_s)
         if pending.outcome == _protocol.FAT:
-            counters["fat"] += 1
+            self._session.count_fat(waited_s)
             return True
+        self._session.count_wait(waited_s)
         return self._not_fat(pending, client, waited_s)
 
     def _not_fat(self, pending: PendingVote, client: _client.Client, waited_s: float) -> bool | HandshakeError:
@@ -554,7 +606,7 @@ class Ticket:
         if pending.flags & _protocol.SEND_GRAPH:
             threading.Thread(target=self._send_graph, args=(client,), name="handshake-graph", daemon=True).start()
         if pending.exchange:
-            self.exchange = Exchange(client, pending.exchange, settings.rank, settings.timeout_s)
+            self.exchange = Exchange(client, pending.exchange, settings.rank, self._session.wait_s)
         self._log_split(reason)
         return False
 
@@ -564,7 +616,7 @@ class Ticket:
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
         client = self._client
-        explained = client is not None and client.coordinator.get("debug")
+        explained = client is not None and client.reports
         logger.log(
             level,
             "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s",
@@ -603,10 +655,10 @@ class Exchange:
         rank: this rank.
     """
 
-    def __init__(self, client: _client.Client, number: int, rank: int, timeout_s: float) -> None:
+    def __init__(self, client: _client.Client, number: int, rank: int, wait_s: float) -> None:
         self._client = client
         self._number = number
-        self._timeout_s = timeout_s
+        self._wait_s = wait_s
         self.rank = rank
         self._reference: int | None = None
 
@@ -645,7 +697,7 @@ class Exchange:
 
     def _round(self, round_number: int, payload: bytes | None) -> bytes | None:
         pending = self._client.exchange(self._number, round_number, payload)
-        self._client.wait(pending, self._timeout_s + _client.COORDINATOR_GRACE_S)
+        self._client.wait(pending, self._wait_s)
         if not pending.ok:
             logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
             self._client.forget_exchange(self._number)
