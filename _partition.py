@@ -150,16 +150,12 @@ class OwnGraph:
         ]
         self.inputs: list[tuple[int, ...]] = [item.inputs for item in canonical]
         self.leaders = _leaders(nodes)
-        self.collectives = [_graph._node_collectives(node) for node in nodes]
+        self.pinned = [item.has_effect for item in canonical]
+        self.collectives = _collectives(nodes, self.pinned)
         self.barriers = [
-            _changes_mode(node) or (item.has_effect and not _keeps_only_its_order(node))
-            for node, item in zip(nodes, canonical, strict=True)
+            pinned and not _keeps_only_its_order(node) for node, pinned in zip(nodes, self.pinned, strict=True)
         ]
-        self.pinned = [
-            item.has_effect or barrier or bool(issued)
-            for item, barrier, issued in zip(canonical, self.barriers, self.collectives, strict=True)
-        ]
-        self.modes = _modes(nodes)
+        self.modes = _modes(nodes, self.pinned)
         self.describe: Callable[[int], str] = lambda position: _describe(nodes[position])
 
     def takes_part(self, position: int) -> bool:
@@ -284,8 +280,24 @@ def match(reference: Reference, own: OwnGraph) -> list[int]:
         else:
             to_own[place], to_place[position] = position, place
             matched[place] = position
+    _release_preparations(own, matched)
     _drop_torn_units(reference, own, matched)
     return matched
+
+
+def _release_preparations(own: OwnGraph, matched: list[int]) -> None:
+    """Unmatches what this rank's own preparations read.
+
+    A node that can run before everything else, such as the sum of an `arange` and an offset that depends on the rank,
+    must not have to wait for a fat segment because the `arange` lies in it.
+    """
+    places = _places(own, matched)
+    ready = _reads_inputs_only(own)
+    for position in reversed(range(len(places))):
+        if ready[position] and places[position] < 0 and own.takes_part(position):
+            for source in own.inputs[position]:
+                if places[source] >= 0:
+                    matched[places[source]] = places[source] = -1
 
 
 def _drop_torn_units(reference: Reference, own: OwnGraph, matched: list[int]) -> None:
@@ -360,31 +372,37 @@ def _moves(own: OwnGraph, places: Sequence[int]) -> list[int]:
     One without effect that reads only inputs, or what goes first itself, goes first; one that nothing that stays reads
     goes last. Nodes that stay with another go with it.
     """
-    count = len(places)
-    moves = [_STAYS] * count
-    free = [
-        own.takes_part(position) and places[position] < 0 and not own.pinned[position] for position in range(count)
-    ]
-    for position in range(count):
-        if own.barriers[position]:
-            break
-        if own.leaders[position] != position:
-            moves[position] = moves[own.leaders[position]]
-        elif not own.takes_part(position) or (
-            free[position] and all(moves[source] == _GOES_FIRST for source in own.inputs[position])
-        ):
+    moves = [_STAYS] * len(places)
+    for position, ready in enumerate(_reads_inputs_only(own, places)):
+        if ready:
             moves[position] = _GOES_FIRST
     needed: set[int] = set()
-    for position in reversed(range(count)):
+    for position in reversed(range(len(places))):
         if own.barriers[position]:
             break
         if own.leaders[position] != position or not own.takes_part(position) or moves[position] == _GOES_FIRST:
             continue
-        if free[position] and position not in needed:
+        if places[position] < 0 and not own.pinned[position] and position not in needed:
             moves[position] = _GOES_LAST
         else:
-            needed.update(own.leaders[source] for source in own.inputs[position])
+            needed.update([own.leaders[source] for source in own.inputs[position]])
     return moves
+
+
+def _reads_inputs_only(own: OwnGraph, places: Sequence[int] | None = None) -> list[bool]:
+    """For each position, whether the node can run before all others: it has no effect and reads inputs, or nodes that
+    can, and no barrier comes before it. With `places`, common nodes can't."""
+    ready = [False] * len(own.keys)
+    for position, leader in enumerate(own.leaders):
+        if own.barriers[position]:
+            break
+        if leader != position:
+            ready[position] = ready[leader]
+        elif not own.takes_part(position):
+            ready[position] = True
+        elif not own.pinned[position] and (places is None or places[position] < 0):
+            ready[position] = all(ready[source] for source in own.inputs[position])
+    return ready
 
 
 # ---------------------------------------------------------------------- step 3: the plan
@@ -637,14 +655,20 @@ def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
     A `getitem` stays with the node that returns the tuple, so that no tuple crosses a boundary. A wait stays with its
     collective: compilers that turn both into one program look for them in one graph.
     """
+    import torch
+
     if __package__:
         from . import _graph
     else:
         import _graph
+    waits: set[Any] = set()
+    for namespace in (torch.ops._c10d_functional, torch.ops.c10d_functional):
+        if hasattr(namespace, "wait_tensor"):  # the second is registered only where it is used
+            waits |= {namespace.wait_tensor, namespace.wait_tensor.default}
     positions = {node: position for position, node in enumerate(nodes)}
     leaders = list(range(len(nodes)))
     for position, node in enumerate(nodes):
-        if node.op != "call_function" or not node.args:
+        if node.op != "call_function" or not (node.target is operator.getitem or node.target in waits):
             continue
         source: Any = node.args[0]
         if source not in positions or not _takes_part(source):
@@ -654,45 +678,39 @@ def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
             value = source.meta.get("val", source.meta.get("example_value"))
             stays = isinstance(value, (tuple, list)) or _graph.is_collective(source)
         else:
-            stays = _is_wait(node) and _graph.is_collective(nodes[leader])
+            stays = _graph.is_collective(nodes[leader])
         if stays:
             leaders[position] = leader
     return leaders
 
 
-def _is_wait(node: "torch.fx.Node") -> bool:
-    schema = getattr(node.target, "_schema", None)  # an overload has one, a packet of overloads a name
-    name = getattr(node.target, "_qualified_op_name", "") if schema is None else schema.name
-    return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+def _collectives(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> list[dict[Any, int]]:
+    """For each node, how many collectives it issues on each group, nested bodies counted; none where not `where`."""
+    if __package__:
+        from . import _graph
+    else:
+        import _graph
+    none: dict[Any, int] = {}
+    return [_graph._node_collectives(node) if look else none for node, look in zip(nodes, where, strict=True)]
 
 
-def _changes_mode(node: "torch.fx.Node") -> bool:
-    """Whether a node changes autocast or grad mode for those after it."""
+def _modes(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> list[tuple[int, int | None]]:
+    """The nodes that change autocast or grad mode, each with the position of the change that it ends, or None."""
     import torch
 
-    return node.op == "call_function" and node.target in (
-        torch.amp.autocast_mode._enter_autocast,
-        torch.amp.autocast_mode._exit_autocast,
-        torch._C._set_grad_enabled,
-    )
-
-
-def _modes(nodes: Sequence["torch.fx.Node"]) -> list[tuple[int, int | None]]:
-    """The nodes that change a mode, each with the position of the one that it makes ineffective."""
-    import torch
-
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
     changes: list[tuple[int, int | None]] = []
     entered: dict[Any, int] = {}
     grad_mode: int | None = None
-    for position, node in enumerate(nodes):
-        if not _changes_mode(node):
+    for position, (node, look) in enumerate(zip(nodes, where, strict=True)):
+        if not look or node.op != "call_function":
             continue
-        if node.target is torch.amp.autocast_mode._exit_autocast:
+        if node.target is leave:
             changes.append((position, entered.get(node.args[0])))
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is enter:
             entered[node] = position
             changes.append((position, None))
-        else:
+        elif node.target is torch._C._set_grad_enabled:
             if grad_mode is not None:
                 changes.append((position, grad_mode))
             grad_mode = position
@@ -701,7 +719,8 @@ def _modes(nodes: Sequence["torch.fx.Node"]) -> list[tuple[int, int | None]]:
 
 
 def _keeps_only_its_order(node: "torch.fx.Node") -> bool:
-    """Whether a node with an effect writes to none of its arguments: a functional collective, a wait, a random op."""
+    """Whether a node with an effect only has to keep its place among such nodes: a functional collective, a wait, a
+    random op. It writes to none of its arguments and changes no mode."""
     overloads = [node.target]
     if hasattr(node.target, "overloads"):
         overloads = [getattr(node.target, name) for name in node.target.overloads()]
@@ -746,12 +765,8 @@ def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule"
 
     A node whose nested body holds collectives is such a submodule too. Submodules return tuples.
     """
-    if __package__:
-        from . import _graph
-    else:
-        import _graph
     nodes = list(graph_module.graph.nodes)
-    collectives = [_graph._node_collectives(node) for node in nodes]
+    collectives = _collectives(nodes, [_takes_part(node) for node in nodes])
     positions = [position for position, node in enumerate(nodes) if _takes_part(node)]
     return _split(graph_module, _separate(_leaders(nodes), collectives, positions))
 
@@ -848,7 +863,11 @@ def _return_what_was_returned(
         if node in computed:
             return values[computed[node]]  # type: ignore[index]
         name = "returned_" + str(node.target).replace(".", "_")
-        setattr(split, name, operator.attrgetter(str(node.target))(graph_module))
+        value = operator.attrgetter(str(node.target))(graph_module)
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            split.register_buffer(name, value)
+        else:
+            setattr(split, name, value)
         made = split.graph.get_attr(name)
         made.meta = dict(node.meta)
         return made

@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common part of diverging graphs: what stays fat, and that it computes the same."""
 
+import functools
+import hashlib
+import json
+import operator
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from layout import load
+from layout import child_environment, load
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from partition_programs import (  # noqa: E402
+    PROGRAMS,
+    TOKENS,
+    VocabularyParallel,
+    assert_runs_alike,
+    joint_graphs,
+    made,
+    matrix,
+    reduce,
+    segments_of,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+_graph = load("_graph")
 _partition = load("_partition")
 
 WORLD = 4
@@ -113,105 +131,477 @@ def plans_of(graphs: Sequence[Any], reference: int = 0, groups: str = "exact") -
     return plans, rounds
 
 
-def trace(function: Callable[..., Any], *inputs: Any, dynamic: bool = False, backward: bool = False) -> list[Any]:
-    """AOTAutograd's graphs of `function`, in the order in which they are compiled."""
-    graphs = []
-
-    def keep(graph_module, example_inputs):
-        graphs.append(graph_module)
-        return graph_module.forward
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    output = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
-    if backward:
-        output.sum().backward()
-    return graphs
-
-
-# ---------------------------------------------------------------------- models
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The end of a row-parallel layer: all_reduce forward, nothing backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "0"))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class SumGradients(torch.autograd.Function):
-    """The start of a column-parallel layer: nothing forward, all_reduce backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(gradient, "sum", "0"))
-
-
-class Block(torch.nn.Module):
-    """A tensor-parallel transformer block without its softmax: 2 all_reduces forward and 2 backward."""
-
-    def __init__(self, width: int, extra: float | None) -> None:
-        super().__init__()
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
-        self.columns = torch.nn.ModuleList(torch.nn.Linear(width, width // 2, bias=False) for _ in range(2))
-        self.rows = torch.nn.ModuleList(torch.nn.Linear(width // 2, width, bias=False) for _ in range(2))
-        self.extra = extra
-
-    def forward(self, x):
-        for norm, column, row in zip(self.norms, self.columns, self.rows, strict=True):
-            y = SumGradients.apply(norm(x))
-            y = torch.nn.functional.silu(column(y))
-            if self.extra is not None and norm is self.norms[0]:
-                y = y * self.extra
-            x = x + SumOverRanks.apply(row(y))
-        return x
-
-
-class VocabularyParallel(torch.nn.Module):
-    """An embedding that is sharded over the vocabulary, with this rank's bounds as constants, and `blocks` blocks."""
-
-    def __init__(self, rank: int, blocks: int, extra: tuple[int, float] | None = None, width: int = 8) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        rows = 16
-        self.low, self.high = rows * rank, rows * (rank + 1)
-        self.embedding = torch.nn.Parameter(torch.randn(rows, width))
-        self.blocks = torch.nn.ModuleList(
-            Block(width, extra[1] if extra is not None and extra[0] == number else None) for number in range(blocks)
-        )
-
-    def forward(self, tokens):
-        inside = (tokens >= self.low) & (tokens < self.high)
-        rows = torch.nn.functional.embedding((tokens - self.low) * inside, self.embedding)
-        x = SumOverRanks.apply(rows * inside.unsqueeze(-1))
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-TOKENS = torch.arange(24).reshape(2, 12) * 2
-
-
 def kinds(plan: Any) -> list[str]:
     return [segment.kind for segment in plan.segments]
 
 
-def test_vocabulary_parallel_model_keeps_all_its_collectives_in_one_fat_segment():
-    per_rank = [trace(VocabularyParallel(rank, 8), TOKENS, backward=True) for rank in RANKS]
-    forward, _ = plans_of([graphs[0] for graphs in per_rank])
-    backward, _ = plans_of([graphs[1] for graphs in per_rank])
-    for plan in forward:
-        assert plan.num_fat_collectives == 17
-        assert kinds(plan) in (["local", "fat"], ["local", "fat", "local"])
-    for plan in backward:
-        assert plan.num_fat_collectives == 16
-        assert kinds(plan).count("fat") == 1
+def programs_of(graph: Any, plan: Any) -> list[str]:
+    """The code of the fat submodules."""
+    split = _partition.split_by_plan(graph, plan)
+    return [segment.code for name, segment in split.named_children() if name.startswith("fat")]
+
+
+# ---------------------------------------------------------------------- models
+
+BLOCKS = 3  # 7 all_reduces forward, 6 backward; the ranks of test_on_gloo have 8 blocks
+
+
+@pytest.fixture(scope="module")
+def vocabulary_parallel():
+    """The forward and backward graphs of each rank's model, and of rank 1's with one more op in block 1."""
+    graphs = [joint_graphs(VocabularyParallel(rank, BLOCKS), TOKENS) for rank in RANKS]
+    return graphs, joint_graphs(VocabularyParallel(1, BLOCKS, extra=(1, 1.5)), TOKENS)
+
+
+def test_vocabulary_parallel_model_keeps_all_its_collectives_in_one_fat_segment(vocabulary_parallel):
+    graphs, _ = vocabulary_parallel
+    forward, _ = plans_of([per_rank[0] for per_rank in graphs])
+    backward, _ = plans_of([per_rank[1] for per_rank in graphs], reference=3)
+    assert {" ".join(kinds(plan)) for plan in forward} == {"local fat"}
+    assert {plan.num_fat_collectives for plan in forward} == {2 * BLOCKS + 1}
+    assert {" ".join(kinds(plan)) for plan in backward} == {"fat"}
+    assert {plan.num_fat_collectives for plan in backward} == {2 * BLOCKS}
+
+
+@pytest.mark.parametrize("reference", [0, 1])
+def test_one_more_op_on_one_rank_leaves_two_fat_segments(vocabulary_parallel, reference):
+    graphs, with_one_more = vocabulary_parallel
+    for direction, collectives in enumerate((2 * BLOCKS + 1, 2 * BLOCKS)):
+        per_rank = [rank_graphs[direction] for rank_graphs in graphs]
+        per_rank[1] = with_one_more[direction]
+        plans, rounds = plans_of(per_rank, reference)
+        for plan in plans:
+            assert kinds(plan).count("fat") == 2
+            assert plan.num_fat_collectives >= collectives - 1
+        programs = [programs_of(graph, plan) for graph, plan in zip(per_rank, plans, strict=True)]
+        assert all(program == programs[0] for program in programs)
+        # One bit a node in the first round, two in the second.
+        assert max(rounds.sent) <= 3 * (len(per_rank[reference].graph.nodes) + 8) / 8
+
+
+def test_one_graph_needs_no_cut(vocabulary_parallel):
+    graphs, _ = vocabulary_parallel
+    plans, _ = plans_of([graphs[2][0]] * 3)
+    assert [kinds(plan) for plan in plans] == [["fat"]] * 3
+
+
+# ---------------------------------------------------------------------- small programs
+
+
+@pytest.mark.parametrize(("program", "with_plan", "without"), PROGRAMS, ids=[row[0].__name__ for row in PROGRAMS])
+def test_program(program, with_plan, without):
+    graphs = [program(rank) for rank in RANKS]
+    before = [graph.code for graph in graphs]
+    plans, rounds = plans_of(graphs)
+    for plan, graph in zip(plans, graphs, strict=True):
+        skinny = _partition.split_skinny(graph)
+        assert_runs_alike(graph, skinny)
+        for name, segment in skinny.named_children():
+            if name.startswith("skinny"):
+                calls = list(segment.graph.nodes)
+                assert sum(bool(_graph._node_collectives(node)) for node in calls) == 1
+        if plan is not None:
+            split = _partition.split_by_plan(graph, plan)
+            assert segments_of(split) == " ".join(kinds(plan))
+            assert_runs_alike(graph, split)
+    assert [graph.code for graph in graphs] == before
+    assert segments_of(_partition.split_skinny(graphs[0])) == without
+    if with_plan is None:
+        assert plans == [None] * WORLD
+        assert rounds.reasons
+    else:
+        assert " ".join(kinds(plans[0])) == with_plan
+
+
+def test_fat_segments_are_one_program_whatever_each_rank_reads():
+    """Rank 0 reads more of the fat segment's values than the others, in another order."""
+
+    def program(rank):
+        def function(x):
+            first = reduce(x.sin())
+            second = reduce(first.cos())
+            if rank == 0:
+                return second * 3, first * 5
+            return second + 1, second
+
+        return made(function, matrix())
+
+    graphs = [program(rank) for rank in RANKS]
+    plans, _ = plans_of(graphs, reference=2)
+    programs = [programs_of(graph, plan) for graph, plan in zip(graphs, plans, strict=True)]
+    assert [len(program) for program in programs] == [1] * WORLD
+    assert all(program == programs[0] for program in programs)
+    for graph, plan in zip(graphs, plans, strict=True):
+        assert_runs_alike(graph, _partition.split_by_plan(graph, plan))
+
+
+def test_values_of_other_shape_at_the_boundary_are_another_program():
+    """The sum has the same shape on both ranks, what it sums has not."""
+
+    def program(rank):
+        return made(lambda x: reduce((x * (rank + 2)).sum(0)).sin(), torch.ones(rank + 2, 3))
+
+    plans, _ = plans_of([program(rank) for rank in range(2)])
+    assert plans == [None, None]
+
+
+def test_a_plan_of_another_graph_is_refused():
+    graph = made(lambda x: reduce(x.sin()), matrix())
+    plans, _ = plans_of([graph, graph])
+    with pytest.raises(_partition.PlanError):
+        _partition.split_by_plan(made(lambda x: reduce(x.sin()).cos(), matrix()), plans[0])
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def failing(rounds: Rounds, rank: int, method: str, result: Callable[..., Any]) -> Exchange:
+    exchange = rounds.exchange(rank)
+    setattr(exchange, method, result)
+    return exchange
+
+
+def raise_lost(*_):
+    raise ConnectionError("the coordinator is gone")
+
+
+@pytest.mark.parametrize(
+    ("method", "result"),
+    [
+        ("reference_rank", raise_lost),
+        ("share", raise_lost),
+        ("share", lambda payload: b"\0\0\0\1 no keys"),
+        ("intersect", raise_lost),
+        ("intersect", lambda bitmap: bitmap + b"\0"),
+        ("intersect", lambda bitmap: b"\xff" * len(bitmap)),
+        ("agree", raise_lost),
+    ],
+)
+def test_a_rank_that_fails_takes_everybody_to_skinny(method, result, caplog):
+    graph = made(lambda x: reduce(x.sin()), matrix())
+    rounds = Rounds(3)
+    exchanges = [rounds.exchange(0), failing(rounds, 1, method, result), rounds.exchange(2)]
+    calls = [lambda exchange=exchange: _partition.agree_on_plan(exchange, graph) for exchange in exchanges]
+    assert in_threads(calls) == [None] * 3
+    assert "rank 1" in rounds.reasons[0]
+    assert "rank 1" in caplog.text
+
+
+def test_a_graph_that_has_no_keys_takes_everybody_to_skinny(caplog):
+    good = made(lambda x: reduce(x.sin()), matrix())
+    bad = made(lambda x: reduce(x.sin()), matrix())
+    (sine,) = bad.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sine.args = (*sine.args, object())  # nothing that ranks could compare
+    plans, rounds = plans_of([good, bad, good])
+    assert plans == [None] * 3
+    assert "rank 1" in rounds.reasons[0]
+    assert "skinny" in caplog.text
+
+
+def test_keys_survive_the_wire():
+    own = _partition.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix()))
+    reference = _partition.read_keys(_partition.node_keys(own))
+    assert reference == (own.keys, own.leaders, own.inputs)
+
+
+def test_keys_that_are_none_are_refused():
+    keys = _partition.node_keys(_partition.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix())))
+    generator = random.Random(4)
+    damaged = [keys[:length] for length in range(len(keys))]
+    damaged += [keys + b"x", b"\xff" * 40, b""]
+    for _ in range(300):
+        place = generator.randrange(len(keys))
+        damaged.append(keys[:place] + bytes([keys[place] ^ (1 << generator.randrange(8))]) + keys[place + 1 :])
+    for data in damaged:
+        try:
+            reference = _partition.read_keys(data)
+        except _partition.PlanError:
+            continue
+        assert len(reference.keys) == len(reference.leaders) == len(reference.inputs)  # only a key was damaged
+
+
+# ---------------------------------------------------------------------- random programs
+
+PURE, COLLECTIVE, WAIT, PART, RANDOM, MUTATION, INPUT, OUTPUT = range(8)
+
+
+class Program:
+    """A list of (kind, content, indices of what it reads), of which ranks get variants."""
+
+    def __init__(self, generator: random.Random, length: int) -> None:
+        self.ops: list[tuple[int, str, list[int]]] = [(INPUT, f"input {number}", []) for number in range(3)]
+        mutates = generator.random() < 0.2
+        while len(self.ops) < length:
+            reads = [self._recent(generator) for _ in range(generator.choice((1, 1, 2)))]
+            kind = generator.choices((PURE, COLLECTIVE, RANDOM, MUTATION), (8, 3, 1, int(mutates)))[0]
+            content = f"{kind} {generator.randrange(4)}"
+            if kind == PURE and generator.random() < 0.15:
+                reads = []
+            self.ops.append((kind, content, reads if kind != COLLECTIVE else reads[:1]))
+            if kind == COLLECTIVE:
+                self.ops.append((WAIT, "wait", [len(self.ops) - 1]))
+                if generator.random() < 0.3:  # something between a collective and its wait
+                    self.ops.insert(-1, (PURE, "between", [reads[0]]))
+                    self.ops[-1] = (WAIT, "wait", [len(self.ops) - 3])
+
+    def _recent(self, generator: random.Random) -> int:
+        while True:
+            index = generator.randrange(max(0, len(self.ops) - 8), len(self.ops))
+            if self.ops[index][0] != COLLECTIVE:
+                return index
+
+    def variant(self, generator: random.Random, edits: int) -> "Program":
+        """This program with random edits: other content, a node more or less, another value read."""
+        changed = Program.__new__(Program)
+        changed.ops = list(self.ops)
+        for _ in range(edits):
+            index = generator.randrange(3, len(changed.ops))
+            kind, content, reads = changed.ops[index]
+            edit = generator.randrange(4)
+            if edit == 0:
+                changed.ops[index] = (kind, content + "'", reads)
+            elif edit == 1 and kind in (PURE, RANDOM):
+                source = generator.randrange(index)
+                if changed.ops[source][0] != COLLECTIVE:
+                    changed.ops[index] = (kind, content, [source, *reads[1:]])
+            elif edit == 2:
+                source = generator.randrange(index)
+                if changed.ops[source][0] != COLLECTIVE:
+                    changed._insert(index, (generator.choice((PURE, PURE, RANDOM)), "extra", [source]))
+                    if kind != WAIT and reads and generator.random() < 0.7:
+                        changed.ops[index + 1] = (kind, content, [index, *changed.ops[index + 1][2][1:]])
+            elif edit == 3 and kind == PURE and reads:
+                changed._remove(index, reads[0])
+        return changed
+
+    def _insert(self, at: int, op: tuple[int, str, list[int]]) -> None:
+        later = [(kind, content, [i + (i >= at) for i in reads]) for kind, content, reads in self.ops[at:]]
+        self.ops = [*self.ops[:at], op, *later]
+
+    def _remove(self, at: int, instead: int) -> None:
+        later = [
+            (kind, content, [instead if i == at else i - (i > at) for i in reads])
+            for kind, content, reads in self.ops[at + 1 :]
+        ]
+        self.ops = [*self.ops[:at], *later]
+
+    def own_graph(self) -> Any:
+        """The program as `OwnGraph` would read it from a graph that returns its last values."""
+        ops = [*self.ops, (OUTPUT, "output", list(range(max(3, len(self.ops) - 4), len(self.ops))))]
+        own = _partition.OwnGraph.__new__(_partition.OwnGraph)
+        own.inputs = [tuple(reads) for _, _, reads in ops]
+        own.keys = [
+            bytes(8) if kind in (INPUT, OUTPUT) else content_hash(content, [ops[i][1] for i in reads])
+            for kind, content, reads in ops
+        ]
+        own.leaders = [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
+        own.collectives = [{"world": 1} if kind == COLLECTIVE else {} for kind, _, _ in ops]
+        own.pinned = [kind in (COLLECTIVE, WAIT, RANDOM, MUTATION) for kind, _, _ in ops]
+        own.barriers = [kind == MUTATION for kind, _, _ in ops]
+        own.modes = []
+        own.describe = lambda position: "tensor"
+        return own
+
+
+def content_hash(content: str, sources: list[str]) -> bytes:
+    return hashlib.blake2b(f"{content} {sources}".encode(), digest_size=8).digest()
+
+
+def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
+    """What `agree_on_plan` does, without the rounds."""
+    keys = _partition.read_keys(_partition.node_keys(graphs[reference]))
+    matched = [_partition.match(keys, graph) for graph in graphs]
+    common = conjunction([_partition.bitmap(each) for each in matched])
+    matched = [_partition.restrict(each, common) for each in matched]
+    agreed = conjunction([_partition.constraints(graph, each) for graph, each in zip(graphs, matched, strict=True)])
+    return [
+        _partition.make_plan(keys, graph, each, agreed) for graph, each in zip(graphs, matched, strict=True)
+    ]
+
+
+def conjunction(bitmaps: Sequence[bytes]) -> bytes:
+    bits = [int.from_bytes(bitmap, "big") for bitmap in bitmaps]
+    return functools.reduce(operator.and_, bits).to_bytes(len(bitmaps[0]), "big")
+
+
+def check_plan(own: Any, plan: Any) -> list[tuple[Any, ...]]:
+    """A plan's invariants on one rank. Returns what its fat segments are, in terms that ranks can compare."""
+    order = [position for segment in plan.segments for position in segment.positions]
+    operations = [position for position in range(len(own.keys)) if own.takes_part(position)]
+    assert sorted(order) == operations
+    segment_of = {position: number for number, segment in enumerate(plan.segments) for position in segment.positions}
+    place = {position: index for index, position in enumerate(order)}
+    for position in order:
+        assert all(place.get(source, -1) < place[position] for source in own.inputs[position])
+        assert segment_of[position] == segment_of[own.leaders[position]]
+    staying = [position for position in order if own.pinned[position] and own.leaders[position] == position]
+    assert staying == sorted(staying), "effects have changed their order"
+    for barrier in operations:
+        if own.barriers[barrier]:
+            for position in operations:
+                if own.leaders[position] == position:
+                    assert (place[position] < place[barrier]) == (position < barrier)
+    programs = []
+    for number, segment in enumerate(plan.segments):
+        issued = sum(bool(own.collectives[position]) for position in segment.positions)
+        assert issued == segment.num_collectives
+        assert {"fat": issued > 0, "skinny": issued == 1, "local": issued == 0}[segment.kind]
+        if segment.kind != "fat":
+            continue
+        read_outside = {
+            source
+            for position in range(len(own.keys))
+            for source in own.inputs[position]
+            if segment_of.get(source) == number and segment_of.get(position) != number
+        }
+        assert read_outside <= set(segment.outputs)
+        inside = {position: index for index, position in enumerate(segment.positions)}
+        outside: dict[int, int] = {}
+        wiring = [
+            [inside.get(source, ~outside.setdefault(source, len(outside))) if source not in inside else inside[source]
+             for source in own.inputs[position]]
+            for position in segment.positions
+        ]
+        before = sum(bool(own.collectives[position]) for position in order[: place[segment.positions[0]]])
+        programs.append(
+            (
+                [own.keys[position] for position in segment.positions],
+                wiring,
+                [inside[position] for position in segment.outputs],
+                before,
+            )
+        )
+    return programs
+
+
+def test_random_programs():
+    """Whatever differs, the ranks' plans have equal fat segments, and each rank runs all that it has, in an order
+    that its values and effects allow."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    num_plans = 0
+    for _ in range(400):
+        program = Program(generator, generator.randrange(6, 60))
+        size = generator.randrange(2, 5)
+        variants = [program.variant(generator, generator.choice((0, 1, 2, 6))) for _ in range(size)]
+        graphs = [variant.own_graph() for variant in variants]
+        plans = plan_together(graphs, generator.randrange(size))
+        assert len({plan is None for plan in plans}) == 1
+        if plans[0] is None:
+            continue
+        num_plans += 1
+        programs = [check_plan(graph, plan) for graph, plan in zip(graphs, plans, strict=True)]
+        assert all(each == programs[0] for each in programs)
+        assert len({plan.fingerprint for plan in plans}) == 1
+    assert num_plans > 100
+
+
+def test_equal_programs_give_one_fat_segment():
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    for _ in range(50):
+        graph = Program(generator, generator.randrange(30, 60)).own_graph()
+        plans = plan_together([graph, graph, graph], 0)
+        if sum(map(bool, graph.collectives)) > 1:
+            assert [segment.kind for segment in plans[0].segments] == ["fat"]
+
+
+@pytest.mark.parametrize("what", ["key", "wiring", "outputs", "value", "place", "mode"])
+def test_fingerprint_tells_fat_segments_apart(what):
+    program = Program(random.Random(2), 40)
+    plans = []
+    for changed in (False, True):
+        graph = program.own_graph()
+        (plan,) = plan_together([graph], 0)
+        segments = list(plan.segments)
+        (fat,) = segments
+        if changed:
+            position = next(p for p in fat.positions if len(graph.inputs[p]) == 2 and len(set(graph.inputs[p])) == 2)
+            if what == "key":
+                graph.keys[position] = bytes(7) + b"x"
+            elif what == "wiring":
+                graph.inputs[position] = graph.inputs[position][::-1]
+            elif what == "outputs":
+                segments[0] = fat._replace(outputs=fat.outputs[1:])
+            elif what == "value":
+                graph.describe = lambda position: f"tensor {position}"
+            elif what == "mode":
+                graph.modes = [(-1, None)]
+            else:
+                first = next(p for p in fat.positions if graph.collectives[p])
+                alone = [p for p in fat.positions if graph.leaders[p] == first]
+                rest = tuple(p for p in fat.positions if p not in alone)
+                segments = [_partition.Segment("skinny", tuple(alone), (), 1), fat._replace(positions=rest)]
+        plans.append(_partition._fingerprint(graph, segments))
+    assert plans[0] != plans[1]
+
+
+def test_time_grows_with_the_nodes_only():
+    """A quadratic step would take minutes for these."""
+    started = time.monotonic()
+    generator = random.Random(1)
+    program = Program(generator, 10_000)
+    other = Program(generator, 10_000)
+    one, two, three = program.own_graph(), program.variant(generator, 100).own_graph(), other.own_graph()
+    prepared = time.monotonic()
+    plan_together([one, two], 0)
+    plan_together([one, three], 0)
+    assert time.monotonic() - prepared < 5 * max(1.0, prepared - started)
+
+
+# ---------------------------------------------------------------------- real ranks
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    """What four gloo ranks, each a process, report; see `partition_worker`."""
+    folder = tmp_path_factory.mktemp("gloo")
+    worker = Path(__file__).with_name("partition_worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(WORLD), str(folder)],
+            env=child_environment(OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in RANKS
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * WORLD, "\n".join(outputs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in RANKS]
+
+
+def test_compiled_model_on_gloo(gloo):
+    """8 blocks through torch.compile: 17 collectives fat, values and gradients as in the skinny run, bit by bit."""
+    for report in gloo:
+        forward, backward = report["model"]
+        assert forward["segments"].count("fat") == 1
+        assert forward["segments"][0] == "local"
+        assert forward["fat_collectives"] == 17
+        assert backward["segments"].count("fat") == 1
+        assert backward["fat_collectives"] == 16
+        assert report["gradients_close_to_eager"]
+
+
+def test_one_more_op_on_gloo(gloo):
+    for report in gloo:
+        forward, backward = report["one_more"]
+        assert forward["segments"].count("fat") == 2
+        assert forward["fat_collectives"] >= 16
+        assert backward["segments"].count("fat") == 2
+        assert backward["fat_collectives"] >= 15
+
+
+def test_programs_on_gloo(gloo):
+    """Each program of the table that has a plan ran under it as it ran skinny; the worker compared."""
+    expected = [program.__name__ for program, with_plan, _ in PROGRAMS if with_plan is not None]
+    for report in gloo:
+        assert report["programs"] == expected
