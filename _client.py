@@ -168,12 +168,12 @@ class Client:
         with self._sending:
             lines: list[Any] = [self._lines.get(group) for group, _, _ in spans]
             declared = b""
-            for line, (group, start, _) in zip(lines, spans):
+            for line, (group, start, _) in zip(lines, spans, strict=True):
                 if line is None or start - line.frontier > eager.get(group, 0) - line.eager:
                     declared, lines = self._wait_and_declare(spans, eager)
                     break
             numbered = []
-            for line, (group, start, end) in zip(lines, spans):
+            for line, (group, start, end) in zip(lines, spans, strict=True):
                 numbered.append((line.number, start, end))
                 line.frontier = end
                 line.eager = eager.get(group, 0)

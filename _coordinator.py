@@ -2,9 +2,7 @@
 """The coordinator: connections, timers and the state machines, in one loop on a selector.
 
 It runs in a child process of the coordinator rank, because a thread beside a busy Python main thread waits up to
-5 ms for the interpreter lock at every message. The child is started isolated: no environment variable, working
-directory or site-packages adds to its `sys.path`, and it loads these files, by path, as submodules of a package of its
-own. So a stranger's `multiprocessing.py` that lies beside them is never imported by accident.
+5 ms for the interpreter lock at every message. The child is started isolated (see `_child`).
 
 It ends when its control channel is closed or its parent process dies, whichever comes first. Where no child can be
 started the same `Server` runs in a thread.
@@ -17,23 +15,24 @@ import os
 import selectors
 import socket
 import sys
-import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 if __package__:
-    from . import _protocol
+    from . import _child, _protocol
     from ._consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
+    from ._reports import Finished, Reports
     from ._splits import Record, Reply, Splits, SplitVote
-    from ._types import HandshakeError, HandshakeProtocolError, ProcessGroupId, format_ranks
+    from ._types import HandshakeError, HandshakeProtocolError, ProcessGroupId
 else:
+    import _child
     import _protocol
     from _consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
+    from _reports import Finished, Reports
     from _splits import Record, Reply, Splits, SplitVote
-    from _types import HandshakeError, HandshakeProtocolError, ProcessGroupId, format_ranks
+    from _types import HandshakeError, HandshakeProtocolError, ProcessGroupId
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -55,12 +54,6 @@ CLOSE_WITHIN_S = 1.0
 MAX_VOTES_UNDER_WAY = 1024
 # How many of a group's last handshakes a report mentions.
 HANDSHAKES_BEFORE = 5
-# Report processes at once; further reports wait.
-MAX_REPORT_PROCESSES = 1
-# How long the comparison of graphs may take.
-REPORT_WITHIN_S = 120.0
-# A graph's text, decompressed; the rest is cut, and the report says so.
-MAX_GRAPH_TEXT_BYTES = 64 * 2**20
 # Hellos are checked for these facts; all ranks must have the same.
 FACTS_THAT_MUST_AGREE = ("world_size", "session", "stage", "torch", "torch_tpu")
 
@@ -70,16 +63,6 @@ _OUTCOMES = {
     Outcome.TIMEOUT: _protocol.TIMEOUT,
     Outcome.PEER_LOST: _protocol.PEER_LOST,
 }
-
-# What a child runs. Its argument is the folder of these files; the package it makes there has them as submodules.
-BOOTSTRAP = (
-    "import sys, types, importlib;"
-    "package = types.ModuleType('torch_tpu_handshake');"
-    "package.__path__ = [sys.argv[1]];"
-    "sys.modules[package.__name__] = package;"
-    "importlib.import_module(package.__name__ + '.' + sys.argv[2]).main(sys.argv[3:])"
-)
-
 
 class Config(NamedTuple):
     """What a coordinator must know. All of it can be written as JSON."""
@@ -132,7 +115,7 @@ class Server:
         self._world_size = int(config.facts["world_size"])
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, config.timeout_s)
         self._splits = Splits(config.timeout_s, explain=bool(config.debug))
-        self._reports = _Reports(config) if config.debug else None
+        self._reports = Reports(config.debug) if config.debug else None
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._strangers: set[_Connection] = set()
@@ -200,8 +183,8 @@ class Server:
             return deadline
         deadlines = [d for d in (deadline, self._splits.next_deadline(), self._accept_again) if d is not None]
         deadlines += [connection.hello_by for connection in self._strangers]
-        if self._reports is not None:
-            deadlines += self._reports.deadlines()
+        if self._reports is not None and (look := self._reports.next_look()) is not None:
+            deadlines.append(look)
         if self._looks_at_parent:
             deadlines.append(time.monotonic() + LOOK_AT_PARENT_S)
         return min(deadlines, default=None)
@@ -222,9 +205,10 @@ class Server:
             self._reply(self._splits.expire(now))
         if self._reports is not None:
             for record in self._splits.reports_due(now):
-                self._reports.queue(record, self._of_rank, self._recent)
-            for facts, ranks in self._reports.finished(now):
-                self._send_report(facts, ranks)
+                facts = {rank: connection.facts for rank, connection in self._of_rank.items()}
+                self._reports.add(record, self._splits, facts, self._before(record))
+            for finished in self._reports.finished(now):
+                self._send_report(finished)
         for connection in [c for c in self._strangers if c.hello_by <= now]:
             self._drop(connection, "it did not say who it is")
         if self._accept_again is not None and self._accept_again <= now:
@@ -425,7 +409,7 @@ class Server:
             return
         if decisions:
             self._answer(decisions, now)
-        if self._splits.has_records and self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
+        if self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
             self._reply(self._splits.note_vote(connection.rank))
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
@@ -484,13 +468,19 @@ class Server:
             if connection is not None:
                 self._send(connection, _protocol.result(reply.exchange, reply.round, reply.ok, reply.payload))
 
-    def _send_report(self, facts: dict[str, Any], ranks: set[int]) -> None:
-        pointer = {"path": facts.get("path", ""), "rank": self._config.rank}
-        for rank in ranks | {self._config.rank}:
+    def _before(self, record: Record) -> list[str]:
+        """The handshakes on the record's largest group before it, oldest first."""
+        group, start, end = max(record.voters_at, key=lambda span: len(span[0].ranks))
+        recent = self._recent.get(group, [])
+        return [line for line in recent if not line.startswith(f"[{start}, {end})")][-HANDSHAKES_BEFORE:]
+
+    def _send_report(self, finished: Finished) -> None:
+        whole = {"text": finished.text, "path": finished.path}
+        pointer = {"path": finished.path, "rank": self._config.rank}
+        for rank in finished.ranks | {self._config.rank}:
             connection = self._of_rank.get(rank)
             if connection is not None:
-                whole = rank == self._config.rank
-                self._send(connection, _protocol.report(facts if whole else pointer))
+                self._send(connection, _protocol.report(whole if rank == self._config.rank else pointer))
 
     # ------------------------------------------------------------------ sending
 
@@ -526,121 +516,6 @@ class Server:
             self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
 
 
-class _Reports:
-    """Compares the graphs of split components, each in a process of its own, so that no verdict waits for it."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._queue: list[tuple[dict[str, Any], set[int]]] = []
-        self._running: list[tuple[Any, dict[str, Any], set[int], float]] = []
-        self._number = 0
-
-    def queue(self, record: Record, connections: dict[int, _Connection], recent: dict[Group, list[str]]) -> None:
-        """Takes the graphs of a record out of it and lines the comparison up."""
-        variants = []
-        notes = []
-        versions: dict[int, str] = {}
-        for digest, ranks in record.variants().items():
-            compressed = record.graphs.get(digest)
-            if compressed:
-                unpacker = zlib.decompressobj()
-                try:
-                    text = unpacker.decompress(compressed, MAX_GRAPH_TEXT_BYTES).decode("utf-8", "replace")
-                except zlib.error as error:
-                    text, note = "", f"the graph of {format_ranks(ranks)} could not be unpacked: {error}"
-                    notes.append(note)
-                if unpacker.unconsumed_tail:
-                    notes.append(f"the graph of {format_ranks(ranks)} was cut at {MAX_GRAPH_TEXT_BYTES} bytes")
-            else:
-                text = ""
-                notes.append(f"no graph was received for {format_ranks(ranks)} (fingerprint {digest.hex()[:12]}…)")
-            hosts = {rank: _label(connections[rank].facts) for rank in ranks if rank in connections}
-            for rank in ranks:
-                if rank in connections:
-                    facts = connections[rank].facts
-                    versions[rank] = ", ".join(
-                        f"{name} {facts[name]}" for name in ("python", "torch", "torch_tpu") if facts.get(name)
-                    )
-            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "text": text, "hosts": hosts})
-        self._number += 1
-        stem = os.path.join(self._config.debug, f"handshake-split-{os.getpid()}-{self._number:04d}")
-        spans = sorted(record.voters_at, key=lambda span: len(span[0].ranks), reverse=True)
-        group, start, end = spans[0]
-        before = [line for line in recent.get(group, []) if not line.startswith(f"[{start}, {end})")]
-        job = {
-            "variants": variants,
-            "context": {
-                "group": list(group.ranks),
-                "span": [start, end],
-                "reason": record.reason,
-                "before": before[-HANDSHAKES_BEFORE:],
-                "missing": sorted(record.missing),
-                "notes": notes,
-                "versions": versions,
-            },
-            "out_text": stem + ".txt",
-            "out_html": stem + ".html",
-        }
-        self._queue.append((job, set(record.votes)))
-        self._start()
-
-    def _start(self) -> None:
-        # Imported here: only a job that is being debugged pays for it.
-        import subprocess
-
-        while self._queue and len(self._running) < MAX_REPORT_PROCESSES:
-            job, ranks = self._queue.pop(0)
-            try:
-                os.makedirs(self._config.debug, exist_ok=True)
-                descriptor, path = tempfile.mkstemp(suffix=".json", dir=self._config.debug)
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump(job, file)
-                process = subprocess.Popen(
-                    child_command("_divergence", "job", path), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-                )
-            except OSError as error:
-                logger.warning("handshake: no report of a split could be made in %s: %s", self._config.debug, error)
-                continue
-            job["job"] = path
-            self._running.append((process, job, ranks, time.monotonic() + REPORT_WITHIN_S))
-
-    def deadlines(self) -> list[float]:
-        """When to look whether a comparison has ended."""
-        return [time.monotonic() + 0.05] if self._running else []
-
-    def finished(self, now: float) -> list[tuple[dict[str, Any], set[int]]]:
-        """What the comparisons that have ended since found: what to report, and whose split it was."""
-        done = []
-        for entry in list(self._running):
-            process, job, ranks, deadline = entry
-            if process.poll() is None:
-                if deadline > now:
-                    continue
-                process.kill()
-                process.wait()
-            self._running.remove(entry)
-            try:
-                with open(job["out_text"], encoding="utf-8") as file:
-                    facts = {"text": file.read(), "path": job["out_html"]}
-            except OSError as error:
-                facts = {"text": f"no report of the split could be made: {error}", "path": ""}
-            if os.path.exists(job["job"]):
-                os.unlink(job["job"])
-            done.append((facts, ranks))
-        if done:
-            self._start()
-        return done
-
-    def close(self) -> None:
-        """Leaves no process behind."""
-        for process, _, _, _ in self._running:
-            try:
-                process.wait(CLOSE_WITHIN_S)
-            except Exception:
-                process.kill()
-                process.wait()
-
-
 def _label(facts: dict[str, Any]) -> str:
     return f"{facts.get('host', '?')}:{facts.get('pid', '?')}"
 
@@ -655,12 +530,6 @@ def prepare_socket(sock: socket.socket) -> None:
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread
-
-
-def child_command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs `main` of one of these modules in an isolated interpreter."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    return [sys.executable, "-I", "-S", "-c", BOOTSTRAP, folder, module, *arguments]
 
 
 class Coordinator:
@@ -713,7 +582,7 @@ class Coordinator:
             raise OSError("this Python has no executable of its own (sys.executable is empty)")
         arguments = (str(listener.fileno()), str(theirs.fileno()), str(os.getpid()))
         self._process = subprocess.Popen(
-            child_command("_coordinator", *arguments),
+            _child.command("_coordinator", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(listener.fileno(), theirs.fileno()),

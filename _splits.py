@@ -16,7 +16,8 @@ Only a yes in AGREE lets anybody run anything fat. An exchange is called off for
 complete: spans differ, a rank does not take part, is lost, has gone past, or is blocked in another vote. The ranks
 run skinny then, as they would without it; waiting for a plan never makes a cycle of waits.
 
-*The report.* One graph for each distinct fingerprint is asked for, so that the difference can be explained.
+*The report.* So that the difference can be explained, one graph is asked for each distinct fingerprint, at most once in
+the job. A set of fingerprints that was explained once is not explained again: a job may split at every step.
 """
 
 import struct
@@ -37,6 +38,9 @@ else:
 MAX_RECORDS = 256
 # Graphs that one report compares; with one variant for each rank, further ones show nothing new.
 MAX_VARIANTS = 64
+# Graphs, compressed, that are kept for reports; past either bound no more are asked for.
+MAX_GRAPHS = 1024
+MAX_GRAPHS_BYTES = 256 * 2**20
 # A report is made when the component is complete and its graphs are in, or so long after the split.
 REPORT_WAIT_S = 10.0
 # How long a record is kept for latecomers, where no timeout is set.
@@ -72,7 +76,6 @@ class Record:
     __slots__ = (
         "agreed",
         "bitmap",
-        "graphs",
         "heard",
         "kept_until",
         "missing",
@@ -104,8 +107,7 @@ class Record:
         self.heard: set[int] = set()
         self.bitmap = b""
         self.agreed: set[bytes] = set()
-        # The report: the graph of each fingerprint, None until it arrives.
-        self.graphs: dict[bytes, bytes | None] = {}
+        # The report: made by then at the latest; None if there is none to be made.
         self.report_due: float | None = None
 
     def overlaps(self, spans: list[Span]) -> bool:
@@ -123,9 +125,6 @@ class Record:
             ranks.setdefault(self.votes[rank].digest, []).append(rank)
         return dict(sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0])))
 
-    def graphs_are_in(self) -> bool:
-        """Whether all members have voted and every graph that was asked for has arrived."""
-        return not self.missing and None not in self.graphs.values()
 
 
 class Splits:
@@ -141,6 +140,10 @@ class Splits:
         self._explain = explain
         self._records: dict[int, Record] = {}
         self._numbers = 0
+        self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
+        self._graphs_bytes = 0
+        self._asked: dict[tuple[int, int], bytes] = {}  # digests of graphs that are on their way, by rank and vote
+        self._explained: set[frozenset[bytes]] = set()
 
     # ------------------------------------------------------------------ votes
 
@@ -182,6 +185,8 @@ class Splits:
 
     def drop_rank(self, rank: int) -> list[Reply]:
         """A rank is gone."""
+        for asked in [asked for asked in self._asked if asked[0] == rank]:
+            del self._asked[asked]
         replies: list[Reply] = []
         for record in self._open_plans():
             if rank in record.missing or rank in record.votes:
@@ -240,30 +245,43 @@ class Splits:
     # ------------------------------------------------------------------ reports
 
     def asks_for_graph(self, record: Record, vote: SplitVote) -> bool:
-        """Whether this vote's rank should send its graph: it is the first with its fingerprint."""
-        if not (self._explain and vote.has_graph) or vote.digest in record.graphs or record.report_due is None:
+        """Whether this vote's rank should send its graph: nobody was asked for one of its fingerprint yet."""
+        if not (self._explain and vote.has_graph) or record.report_due is None:
             return False
-        if len(record.graphs) >= MAX_VARIANTS:
+        if vote.digest in self._graphs or vote.digest in self._asked.values():
             return False
-        record.graphs[vote.digest] = None
+        if len(record.variants()) > MAX_VARIANTS:
+            return False
+        if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or self._graphs_bytes >= MAX_GRAPHS_BYTES:
+            return False
+        self._asked[vote.rank, vote.number] = vote.digest
         return True
 
     def add_graph(self, rank: int, vote_number: int, compressed: bytes) -> None:
-        """A graph that was asked for. Others are ignored."""
-        for record in self._records.values():
-            vote = record.votes.get(rank)
-            if vote is not None and vote.number == vote_number and record.graphs.get(vote.digest, b"") is None:
-                record.graphs[vote.digest] = compressed
+        """Takes a graph that was asked for. Others are ignored."""
+        digest = self._asked.pop((rank, vote_number), None)
+        if digest is not None:
+            self._graphs[digest] = compressed
+            self._graphs_bytes += len(compressed)
+
+    def graph(self, digest: bytes) -> bytes | None:
+        """The graph of that fingerprint, compressed, if it has arrived."""
+        return self._graphs.get(digest)
 
     def reports_due(self, now: float) -> list[Record]:
-        """The records whose report can be made now. Each is returned once."""
+        """The records whose report can be made now: their ranks and graphs are all in, or have been waited for long
+        enough. Each is returned once, and none whose fingerprints were explained before."""
         due = []
-        for record in self._records.values():
-            if record.report_due is not None and (record.report_due <= now or record.graphs_are_in()):
+        on_their_way = set(self._asked.values())
+        for record in [record for record in self._records.values() if record.report_due is not None]:
+            digests = frozenset(vote.digest for vote in record.votes.values())
+            complete = not record.missing and on_their_way.isdisjoint(digests)
+            if complete or (record.report_due is not None and record.report_due <= now):
                 record.report_due = None
-                due.append(record)
-        for record in due:
-            self._forget_if_done(record)
+                if digests not in self._explained and len(self._explained) < MAX_GRAPHS:
+                    self._explained.add(digests)
+                    due.append(record)
+                self._forget_if_done(record)
         return due
 
     # ------------------------------------------------------------------ within
@@ -276,7 +294,7 @@ class Splits:
     @property
     def has_open_plans(self) -> bool:
         """Whether any exchange is under way."""
-        return any(record.plan for record in self._records.values())
+        return bool(self._records) and any(record.plan for record in self._records.values())
 
     def _open_plans(self) -> Iterator[Record]:
         return iter([record for record in self._records.values() if record.plan])
