@@ -16,8 +16,9 @@ How a handshake is measured
 
 The JSON of ``--json FILE``
     An object with `environment` (python, platform, cpus, torch, seconds) and one list of rows for each section, under
-    its name: `handshake`, `collectives`, `frames`, `calls`, `consensus`. A row's keys are those in `SECTIONS`; times
-    are in microseconds (`_us`). A figure that could not be measured is null, and the row's `note` says why.
+    its name: `handshake`, `collectives`, `frames`, `calls`, `consensus`, `graphs`. A row's keys are among those in
+    `SECTIONS`; times are in microseconds (`_us`) or milliseconds (`ms`). A figure that could not be measured is null
+    or left out, and the row's `note` says why.
 
 A section is a function that takes the options and returns rows; `SECTIONS` lists them in the order of the report.
 """
@@ -28,6 +29,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -43,7 +45,7 @@ import traceback
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -148,12 +150,17 @@ class Processes:
         """The next message of child `number`.
 
         Raises:
-            BenchError: it ended, or said nothing for `PROCESS_TIMEOUT_S`.
+            BenchError: a process ended (the others may wait for it), or this one said nothing for
+                `PROCESS_TIMEOUT_S`.
         """
-        child, pipe = self._children[number]
+        pipe = self._children[number][1]
+        ends = [child.sentinel for child, _ in self._children]
+        ready = wait([pipe, *ends], PROCESS_TIMEOUT_S)
+        if not ready:
+            raise BenchError(f"process {number} said nothing for {PROCESS_TIMEOUT_S:g} s")
+        if pipe not in ready:
+            raise self._ended(next(place for place, end in enumerate(ends) if end in ready))
         try:
-            if not pipe.poll(PROCESS_TIMEOUT_S):
-                raise BenchError(f"process {number} ({child.name}) said nothing for {PROCESS_TIMEOUT_S:g} s")
             return pipe.recv()
         except (EOFError, OSError):
             raise self._ended(number) from None
@@ -545,6 +552,174 @@ def measure_consensus(options: Options) -> list[Row]:
     ]
 
 
+# ---------------------------------------------------------------------- graphs
+
+GRAPH_NODES = (1_000, 10_000)
+PLAN_RANKS = 4
+# Blocks of the graph in which the ranks' constants differ; ALL_DIFFERENT: every shape differs, so nothing is common.
+ALL_DIFFERENT = -1
+PLAN_CASES = ((1_000, 1), (10_000, 1), (10_000, 100), (10_000, ALL_DIFFERENT))
+REPEATS = 3
+
+
+def _make_graph(nodes: int, rank: int, different_blocks: int) -> Any:
+    """A graph of about so many nodes: a block with one all_reduce, traced once and repeated.
+
+    In `different_blocks` of the blocks, evenly spread, a constant is the rank's own.
+    """
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    width = 64 + rank if different_blocks == ALL_DIFFERENT else 64
+
+    def block(x: Any, weight: Any, bias: Any) -> Any:
+        hidden = torch.nn.functional.layer_norm(x, [width])
+        hidden = torch.nn.functional.gelu(hidden @ weight + bias) * 3
+        hidden = torch.where(hidden > 0.5, hidden, hidden.softmax(-1)).transpose(0, 1).contiguous().transpose(0, 1)
+        reduced = torch.ops._c10d_functional.all_reduce(hidden @ weight.t(), "sum", "0")
+        return x + torch.ops._c10d_functional.wait_tensor(reduced)
+
+    shapes = ((8, width), (width, width), (width,))
+    template = make_fx(block, tracing_mode="fake")(*(torch.zeros(shape) for shape in shapes)).graph
+    inputs = [node for node in template.nodes if node.op == "placeholder"]
+    body = [node for node in template.nodes if node.op not in ("placeholder", "output")]
+    [result] = [node.args[0] for node in template.nodes if node.op == "output"]
+    blocks = (nodes - len(inputs) - 1) // len(body)
+    every = max(1, blocks // different_blocks) if different_blocks > 0 else blocks + 1
+
+    graph = torch.fx.Graph()
+    copies = {node: graph.node_copy(node) for node in inputs}
+    for number in range(blocks):
+        for node in body:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target is torch.ops.aten.mul.Tensor and node.args[1] == 3 and number % every == every // 2:
+                copies[node].args = (copies[node].args[0], 3 + rank)
+        copies[inputs[0]] = copies[result]
+    graph.output(copies[result])
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _graph_rank(pipe: Connection, rank: int, ranks: int, secret: str, coordinator: tuple[str, int]) -> None:
+    """One rank of torch's fake process group: nothing is communicated but by the handshake."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import _graph
+    import _partition
+    import handshake
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch_tpu.handshake").setLevel(logging.ERROR)  # every split here is meant
+    made = (0, 0)
+    hashing: list[int] = []
+    canonical_nodes = _graph.canonical_nodes
+
+    def timed_canonical_nodes(*arguments: Any) -> Any:
+        started = time.perf_counter_ns()
+        nodes = canonical_nodes(*arguments)
+        hashing.append(time.perf_counter_ns() - started)
+        return nodes
+
+    vars(_graph)["canonical_nodes"] = timed_canonical_nodes
+    world = handshake.ProcessGroupId(range(ranks), ranks)
+    counts = handshake.RankCollectiveCounts()
+    with handshake.Handshake(
+        current_rank=rank, world_size=ranks, host=coordinator[0], port=coordinator[1], secret=secret
+    ) as face:
+        pipe.send(face.address)
+        pipe.recv()
+        # One vote to connect, before there is a process group: its store, in which the handshake would look for its
+        # coordinator, is a fake as well.
+        counts.increment_pg_collective_counts({world: 1})
+        face.submit(handshake.CollectiveHandshakeRequest(counts.__copy__(), FINGERPRINT, rank))
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        while (told := pipe.recv()) is not None:
+            kind, nodes, different_blocks = told
+            if (nodes, different_blocks) != made:
+                graph, made = _make_graph(nodes, rank, different_blocks), (nodes, different_blocks)
+                in_graph, fingerprint = _graph.count_collectives(graph), _graph.graph_fingerprint(graph)
+            if kind == "fingerprint":
+                fingerprint_ns = _quickest(_graph.graph_fingerprint, graph)
+                text_ns = _quickest(torch.fx.GraphModule.print_readable, graph, False)
+                pipe.send((len(graph.graph.nodes), fingerprint_ns, text_ns))
+                continue
+            counts.increment_pg_collective_counts(in_graph)
+            request = handshake.CollectiveHandshakeRequest(counts.__copy__(), fingerprint, rank)
+            ticket = face.submit_async(request, partial=True)
+            if ticket.result():
+                raise BenchError(f"rank {rank}: graphs that differ ran fat")
+            plan = None
+            started = time.perf_counter_ns()
+            if ticket.exchange is not None:
+                plan = _partition.agree_on_plan(ticket.exchange, graph)
+            elapsed = time.perf_counter_ns() - started
+            fat = plan.num_fat_collectives if plan is not None else 0
+            pipe.send((len(graph.graph.nodes), in_graph[world], fat, elapsed, hashing.pop() if hashing else None))
+            hashing.clear()
+    dist.destroy_process_group()
+
+
+def _quickest(function: Callable[..., object], *arguments: object) -> int:
+    times: list[int] = []
+    for _ in range(REPEATS):
+        started = time.perf_counter_ns()
+        function(*arguments)
+        times.append(time.perf_counter_ns() - started)
+    return min(times)
+
+
+def _graph_row(
+    what: str, nodes: int | None = None, nanoseconds: int | None = None, ratio: float | None = None, note: str = ""
+) -> Row:
+    ms = None if nanoseconds is None else nanoseconds / 1e6
+    return {"what": what, "nodes": nodes, "ms": ms, "ratio": ratio, "note": note}
+
+
+def measure_graphs(options: Options) -> list[Row]:
+    """A graph's fingerprint against its text, and a plan for the common part of diverging graphs.
+
+    The plan's time is that of the slowest rank, from the split to the plan that all have agreed on, less the hashing of
+    the slowest: of `REPEATS` times the least.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return [_graph_row("fingerprint, plan", note="torch is not installed")]
+    rows: list[Row] = []
+    secret = os.urandom(16).hex()
+    options.progress(f"graphs, {PLAN_RANKS} ranks: starting")
+    with Processes() as processes:
+        everyone: list[int] = []
+        address = ("127.0.0.1", 0)
+        for rank in range(PLAN_RANKS):
+            everyone.append(processes.start(_graph_rank, rank, PLAN_RANKS, secret, address))
+            if rank == 0:
+                address = processes.hear(everyone[0])
+        for number in everyone[1:]:
+            processes.hear(number)
+        processes.tell(everyone, "connect")
+        for nodes in GRAPH_NODES:
+            options.progress(f"graphs: fingerprint, {nodes} nodes")
+            processes.tell(everyone[:1], ("fingerprint", nodes, 0))
+            count, fingerprint, text = processes.hear(everyone[0])
+            rows.append(_graph_row("graph_fingerprint()", count, fingerprint, ratio=fingerprint / text))
+            rows.append(_graph_row("print_readable()", count, text, ratio=1.0))
+        for nodes, different_blocks in PLAN_CASES:
+            differing = "all" if different_blocks == ALL_DIFFERENT else str(different_blocks)
+            options.progress(f"graphs: plan, {nodes} nodes, blocks that differ: {differing}")
+            times: list[int] = []
+            for _ in range(REPEATS):
+                processes.tell(everyone, ("plan", nodes, different_blocks))
+                answers = [processes.hear(number) for number in everyone]
+                if all(answer[4] is not None for answer in answers):
+                    times.append(max(answer[3] for answer in answers) - max(answer[4] for answer in answers))
+            count, collectives, fat = answers[0][:3]
+            what = f"plan, {PLAN_RANKS} ranks, blocks that differ: {differing}"
+            note = f"{fat} of {collectives} collectives fat" if times else "the coordinator opened no plan rounds"
+            rows.append(_graph_row(what, count, min(times, default=None), note=note))
+        processes.tell(everyone, None)
+    return rows
+
+
 # ---------------------------------------------------------------------- the report
 
 SECTIONS = (
@@ -606,6 +781,18 @@ SECTIONS = (
             Column("grown_bytes_per_handshake", "B kept per handshake"),
         ),
     ),
+    Section(
+        "graphs",
+        "A graph's fingerprint against its text, and a plan for diverging graphs (beyond the hashing)",
+        measure_graphs,
+        (
+            Column("what", "what"),
+            Column("nodes", "nodes"),
+            Column("ms", "ms", 1),
+            Column("ratio", "ratio", 2),
+            Column("note", ""),
+        ),
+    ),
 )
 
 
@@ -660,7 +847,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="What a handshake costs, measured on this machine.")
     parser.add_argument("--ranks", type=_parse_ranks, default=(2, 4, 8), metavar="2,4,8", help="numbers of processes")
     parser.add_argument(
-        "--seconds", type=_parse_seconds, default=4.0, metavar="S", help="time to measure each number of ranks"
+        "--seconds", type=_parse_seconds, default=3.0, metavar="S", help="time to measure each number of ranks"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     given = parser.parse_args(arguments)

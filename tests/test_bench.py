@@ -82,6 +82,22 @@ def test_collectives_are_measured_where_torch_is_installed(report: dict[str, Any
         assert 0 < row["all_reduce_median_us"] <= row["all_reduce_p99_us"]
 
 
+def test_graphs_are_measured_where_torch_is_installed(report: dict[str, Any]) -> None:
+    rows = report["graphs"]
+    if report["environment"]["torch"] is None:
+        assert [row["note"] for row in rows] == ["torch is not installed"]
+        return
+    assert all(row["nodes"] > 0 and row["ms"] > 0 for row in rows)
+    fingerprints = [row for row in rows if row["what"] == "graph_fingerprint()"]
+    assert [round(row["nodes"], -3) for row in fingerprints] == [1_000, 10_000]
+    assert all(row["ratio"] > 0 for row in fingerprints)
+    notes = {row["what"]: row["note"] for row in rows if row["what"].startswith("plan")}
+    [few] = {note for what, note in notes.items() if what.endswith("100")}
+    assert few == "526 of 526 collectives fat"
+    [none] = {note for what, note in notes.items() if what.endswith("all")}
+    assert none == "0 of 526 collectives fat"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
