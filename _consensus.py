@@ -77,7 +77,7 @@ class Decision(NamedTuple):
         outcome: FAT, SPLIT, TIMEOUT or PEER_LOST; the same for a whole component.
         reason: what happened, which ranks, which group and positions; empty for FAT.
         request: the request (or whatever was given in its place) that is answered.
-        ranks: the ranks that the reason is about: in disagreement, missing, or lost.
+        ranks: the ranks that the reason is about, ascending: in disagreement, missing, or lost.
         group: the ranks of the process group on whose line it happened, or None.
         span: `(start, end)` on that line, or None.
         seconds: how long the component had waited.
@@ -701,7 +701,7 @@ class _CollectiveHandshakeConsensus:
         return _Finding(
             Outcome.SPLIT,
             f"fingerprints differ at [{cell.start}, {cell.end}) on {cell.group.name}: {sides}",
-            (*sorted(cell.voters), vote.rank),
+            tuple(sorted({*cell.voters, vote.rank})),
             cell.group.ranks,
             (cell.start, cell.end),
         )
@@ -717,7 +717,7 @@ class _CollectiveHandshakeConsensus:
                         f"at [{cell.start}, {cell.end}) on {cell.group.name} the graph of "
                         f"{self._name(has.rank)} also has collectives on {group.name}, and that of "
                         f"{self._name(lacks.rank)} has none there",
-                        (has.rank, lacks.rank),
+                        tuple(sorted((has.rank, lacks.rank))),
                         cell.group.ranks,
                         (cell.start, cell.end),
                     )
@@ -732,7 +732,7 @@ class _CollectiveHandshakeConsensus:
                     f"the graph of {self._name(vote.rank)} takes {span}, that of {format_ranks(cell.voters)} takes "
                     f"[{cell.start}, {cell.end}): they hold different numbers of collectives, or started at "
                     f"different positions",
-                    (*sorted(cell.voters), vote.rank),
+                    tuple(sorted({*cell.voters, vote.rank})),
                     group.ranks,
                     (start, end),
                 )
