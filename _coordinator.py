@@ -122,7 +122,7 @@ class Server:
         self._of_rank: dict[int, _Connection] = {}
         self._accept_again: float | None = None
         self._looks_at_parent = False
-        self._recent: dict[Group, list[str]] = {}
+        self._recent: dict[Group, list[tuple[int, int, str]]] = {}  # (start, end, how it ended), for reports
 
     # ------------------------------------------------------------------ the loop
 
@@ -457,10 +457,9 @@ class Server:
     def _note(self, spans: list[tuple[Group, int, int]], outcome: str) -> None:
         for group, start, end in spans:
             recent = self._recent.setdefault(group, [])
-            line = f"[{start}, {end}) on {group.name}: {outcome}"
-            if not recent or recent[-1] != line:
-                recent.append(line)
-                del recent[: -HANDSHAKES_BEFORE - 1]
+            if (start, end, outcome) not in recent:
+                recent.append((start, end, outcome))
+                del recent[: -2 * HANDSHAKES_BEFORE]
 
     def _reply(self, replies: Iterable[Reply]) -> None:
         for reply in replies:
@@ -470,9 +469,13 @@ class Server:
 
     def _before(self, record: Record) -> list[str]:
         """The handshakes on the record's largest group before it, oldest first."""
-        group, start, end = max(record.voters_at, key=lambda span: len(span[0].ranks))
-        recent = self._recent.get(group, [])
-        return [line for line in recent if not line.startswith(f"[{start}, {end})")][-HANDSHAKES_BEFORE:]
+        group, limit, _ = max(record.voters_at, key=lambda span: (len(span[0].ranks), -span[1]))
+        before = [
+            f"[{start}, {end}) on {group.name}: {outcome}"
+            for start, end, outcome in sorted(self._recent.get(group, []))
+            if end <= limit
+        ]
+        return before[-HANDSHAKES_BEFORE:]
 
     def _send_report(self, finished: Finished) -> None:
         whole = {"text": finished.text, "path": finished.path}
