@@ -41,7 +41,8 @@ import secrets
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 if __package__:
@@ -295,6 +296,8 @@ class _Group(NamedTuple):
 _registered_collectives: dict[str, str] = {}
 # By op; ops live as long as the process.
 _signatures: dict[Any, _Signature | None] = {}
+# By process group. A graph has hundreds of collectives, and a group thousands of ranks.
+_known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
 
 def _collective_call(node: Any) -> _CollectiveCall | None:
@@ -376,8 +379,11 @@ def _resolve_group(node: Any, call: _CollectiveCall) -> _Group:
 
 
 def _group_of_object(process_group: Any) -> _Group:
-    ranks = tuple(_torch().distributed.get_process_group_ranks(process_group))
-    return _Group(ranks, ProcessGroupId(sorted(ranks)), process_group)
+    known = _known_ranks.get(process_group)
+    if known is None:
+        ranks = tuple(_torch().distributed.get_process_group_ranks(process_group))
+        known = _known_ranks[process_group] = ranks, ProcessGroupId(sorted(ranks))
+    return _Group(*known, process_group)
 
 
 def _object(value: Any) -> Any:
@@ -585,18 +591,18 @@ class _Tables:
         ranks = f"ranks {_digest(repr(group.ranks))}"
         if group.process_group is None:
             return f"group({self._layout(group.ranks) if self.naming == 'role' else ranks})"
-        registered = _registered_groups()
-        twins = [known for known, members in registered.items() if members == group.ranks]
+        size = len(group.ranks)
+        alike = [known for known, members in _registered_groups().items() if len(members) == size]
+        twins = [known for known in alike if _group_of_object(known).ranks == group.ranks]
         if self.naming == "exact":
             return f"group({ranks} #{_position(group.process_group, twins)})"
         description = _description(group.process_group)
-        named = [known for known in registered if _description(known) == description]
-        alike = [known for known in named if len(registered[known]) == len(group.ranks)]
-        if description != "undefined" and len(alike) == 1:
+        named = [known for known in alike if _description(known) == description]
+        if description != "undefined" and len(named) == 1:
             role = "only one"
         else:
             role = f"{self._layout(group.ranks)} #{_position(group.process_group, [t for t in twins if t in named])}"
-        return f"group({description!r} of {len(group.ranks)}, {role})"
+        return f"group({description!r} of {size}, {role})"
 
     @staticmethod
     def _layout(ranks: tuple[int, ...]) -> str:
@@ -704,16 +710,10 @@ class _Tables:
         return _GraphWalk(self, None).value(value)
 
 
-def _registered_groups() -> dict[Any, tuple[int, ...]]:
+def _registered_groups() -> dict[Any, Collection[int]]:
     """This rank's process groups, in order of creation, with their ranks."""
-    import torch.distributed as dist
-
-    members = dist.distributed_c10d._world.pg_group_ranks
-    return {
-        known: tuple(members[known])
-        for known in dist.distributed_c10d._world.pg_names
-        if isinstance(known, dist.ProcessGroup) and known in members
-    }
+    world = _torch().distributed.distributed_c10d._world
+    return {known: world.pg_group_ranks[known] for known in world.pg_names if known in world.pg_group_ranks}
 
 
 def _position(process_group: Any, among: list[Any]) -> int:

@@ -13,8 +13,9 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from graph_workers import built, compiled, sample_fingerprints, traced, world
@@ -155,9 +156,7 @@ DIFFERENCES = {
     "input that requires a gradient": case(
         same, same, ones(3), second_inputs=[ones(3, requires_grad=True)], stages=DYNAMO
     ),
-    "number of inputs": case(
-        lambda x, y: x + 1 + y * 0, lambda x, y: x + 1, ones(3), ones(3)
-    ),
+    "number of inputs": case(lambda x, y: x + 1 + y * 0, lambda x, y: x + 1, ones(3), ones(3)),
     "memory format": case(
         lambda x: x.contiguous(memory_format=CHANNELS_LAST) * 1, lambda x: x.contiguous() * 1, ones(2, 3, 4, 5)
     ),
@@ -168,9 +167,9 @@ DIFFERENCES = {
     "which sizes a symbol is shared by": case(
         lambda x, y, z: (x * 1, y * 1, z * 1, x + y),
         lambda x, y, z: (x * 1, y * 1, z * 1, x + z),
-        ones(5), ones(5), ones(5),
+        *(ones(5), ones(5), ones(5)),
         dynamic=True,
-    ),  # fmt: skip
+    ),
     "expression of a symbol": case(
         lambda x: x.new_zeros(x.shape[0] + 1), lambda x: x.new_zeros(x.shape[0] * 2), ones(5), dynamic=True
     ),
@@ -192,9 +191,7 @@ DIFFERENCES = {
     "inputs that share memory": case(
         same_of_two, same_of_two, SHARED[:3], SHARED[3:], second_inputs=[ones(3), ones(3)]
     ),
-    "tensor constant": case(
-        lambda x: x + torch.tensor([1.0, 2.0]), lambda x: x + torch.tensor([1.0, 2.5]), ones(2)
-    ),
+    "tensor constant": case(lambda x: x + torch.tensor([1.0, 2.0]), lambda x: x + torch.tensor([1.0, 2.5]), ones(2)),
     "dtype of a tensor constant": case(
         lambda x: x + torch.tensor([1, 2]), lambda x: x + torch.tensor([1, 2], dtype=torch.int32), ones(2)
     ),
@@ -218,19 +215,20 @@ DIFFERENCES = {
         lambda x: torch.cond(x.sum() > 0, lambda y: y * 3, lambda y: y * 2, (x,)),
         ones(3),
     ),
-    "body of a region": case(lambda x: region(x) + 1, lambda x: other_region(x) + 1, ones(3)),
+    "body of a region": case(lambda x: region(region(x)), lambda x: other_region(other_region(x)), ones(3)),
     "body of an autograd function": case(
         lambda x: Doubled.apply(x), lambda x: DoubledElse.apply(x), ones(3, requires_grad=True)
     ),
     "random seed consumed": case(
         lambda x: torch.nn.functional.dropout(x, 0.5), lambda x: torch.nn.functional.dropout(x, 0.25), ones(3)
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_programs_that_differ_have_different_fingerprints(name):
     first, second, inputs, second_inputs, stages, options = DIFFERENCES[name]
+    options["with_backward"] = "backward" in stages
     one = compiled(first, *inputs, **options)
     other = compiled(second, *second_inputs, **options)
     for stage in stages:
@@ -360,7 +358,8 @@ def with_attribute(value, name="held", as_buffer=False):
 def constants():
     return [
         torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), torch.tensor([1, 2]), torch.tensor([1.0, -0.0]),
-        torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan]), torch.tensor([[1.0, 2.0]]), torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan]), torch.tensor([[1.0, 2.0]]),
+        torch.tensor([1.0, 2.0, 3.0]),
         torch.tensor([True, False]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1 + 1j, 2]),
         torch.tensor([1 + 1j, 2]).conj(), torch.tensor(1.0), torch.tensor([]), torch.tensor([], dtype=torch.int64),
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 3.0], [2.0, 4.0]]).t(),
@@ -430,6 +429,16 @@ def test_names_of_nodes_do_not_count():
     before = fingerprint(graph_module)
     for node in graph_module.graph.nodes:
         node.name = f"renamed_{node.name}"
+    assert fingerprint(graph_module) == before
+
+
+def test_the_number_of_a_region_does_not_count():
+    graph_module = compiled(lambda x: region(region(x)), ones(3)).dynamo[0]
+    before = fingerprint(graph_module)
+    calls = [node for node in graph_module.graph.nodes if str(node.target) == "invoke_subgraph"]
+    assert len(calls) == 2
+    for call in calls:
+        call.args = (call.args[0], f"{call.args[1]}_17", *call.args[2:])
     assert fingerprint(graph_module) == before
 
 
@@ -579,5 +588,379 @@ def test_equal_roles_mean_the_same_group_to_all_its_members():
 
 
 def test_groups_must_be_named_in_a_known_way():
-    with pytest.raises(_types.HandshakeConfigError, match="ranks.*exact, role"):
+    with pytest.raises(_types.HandshakeConfigError, match=r"ranks.*exact, role"):
         fingerprint(built((torch.sin, ({0},))), "ranks")
+
+
+# --- Counting ---
+
+
+def names_of(counts):
+    return {group.ranks: number for group, number in counts.items()}
+
+
+def test_every_kind_of_collective_counts_once():
+    with world(1):
+        pair = dist.new_group([0, 1]).group_name
+        calls = {
+            c10d.all_reduce.default: ({0}, "sum", pair),
+            c10d.all_reduce_.default: ({0}, "sum", pair),
+            c10d.all_reduce_coalesced.default: ([{0}, {0}], "sum", pair),
+            c10d.all_gather_into_tensor.default: ({0}, 2, pair),
+            c10d.all_gather_into_tensor_out.default: ({0}, 2, pair),
+            c10d.all_gather_into_tensor_coalesced.default: ([{0}, {0}], 2, pair),
+            c10d.reduce_scatter_tensor.default: ({0}, "sum", 2, pair),
+            c10d.reduce_scatter_tensor_coalesced.default: ([{0}], "sum", 2, pair),
+            c10d.all_to_all_single.default: ({0}, [1, 1], [1, 1], pair),
+            c10d.broadcast.default: ({0}, 0, pair),
+            c10d.all_reduce: ({0}, "sum", pair),  # a packet, as in Dynamo's graphs
+            torch.ops._c10d_functional_autograd.all_gather_into_tensor.default: ({0}, 2, pair),
+            torch.ops._dtensor.shard_dim_alltoall.default: ({0}, 0, 1, pair),
+            torch.ops.symm_mem.fused_all_gather_matmul.default: ({0}, [{0}], 0, pair),
+            torch.ops.symm_mem._low_contention_all_gather.default: ({0}, pair),
+            torch.ops.c10d_functional.all_reduce.default: ({0}, "sum", "", [0, 1], 2),
+            torch.ops.c10d_functional.all_reduce: ({0}, "sum", "", [2, 3, 0, 1], 2),  # two groups of two
+        }
+        for target, args in calls.items():
+            graph_module = built((target, args))
+            node = list(graph_module.graph.nodes)[1]
+            assert _graph.is_collective(node), target
+            assert _graph.collective_group(node) == group_id(0, 1), target
+            assert names_of(_graph.count_collectives(graph_module)) == {(0, 1): 1}, target
+            assert _graph.canonical_nodes(graph_module)[1].group == group_id(0, 1), target
+            assert _graph.canonical_nodes(graph_module)[1].has_effect
+        whole = built(*calls.items())
+        assert names_of(_graph.count_collectives(whole)) == {(0, 1): len(calls)}
+
+
+def test_waiting_is_no_collective():
+    for target in (c10d.wait_tensor.default, c10d.wait_tensor, c10d._wrap_tensor_autograd.default, torch.sin):
+        graph_module = built((target, ({0},)))
+        node = list(graph_module.graph.nodes)[1]
+        assert not _graph.is_collective(node)
+        assert _graph.count_collectives(graph_module) == {}
+        with pytest.raises(_types.HandshakeConfigError, match=r"is no collective"):
+            _graph.collective_group(node)
+
+
+def test_collectives_of_a_real_program_count_forward_and_backward():
+    with world(1):
+        first, second = make_groups()
+
+        def program(x, w):
+            y = funcol.all_reduce(x @ w, "sum", first)
+            dist.all_reduce(y, group=second)
+            gathered = funcol.all_gather_into_tensor_coalesced([y, y + 1], first)
+            return funcol.all_gather_tensor_autograd(gathered[0] + gathered[1], 0, second).sum()
+
+        graphs = compiled(program, ones(2, 2, requires_grad=True), ones(2, 2, requires_grad=True), with_backward=True)
+        for graph_module in (graphs.dynamo[0], graphs.forward[0]):
+            assert names_of(_graph.count_collectives(graph_module)) == {(0, 1): 2, (1, 2): 2}
+        assert (1, 2) in names_of(_graph.count_collectives(graphs.backward[0]))
+
+
+def test_eager_collectives_that_were_traced_count():
+    with world(1):
+        first, second = make_groups()
+
+        def program(x):
+            dist.barrier(group=first)
+            dist.send(x, 2, group=second)
+            return x
+
+        assert names_of(_graph.count_collectives(traced(program, ones(2)))) == {(0, 1): 1, (1, 2): 1}
+
+
+def test_point_to_point_ops_count_on_the_line_of_the_pair():
+    with world(1):
+        batch = (["isend", "irecv", "isend"], [2, 0, 2], [0, 0, 0], [{0}, {0}, {0}], "0")
+        graph_module = built((c10d.isend.default, ({0}, 3, 0, "0")), (c10d.batch_p2p_ops.default, batch))
+        assert names_of(_graph.count_collectives(graph_module)) == {(1, 3): 1, (1, 2): 2, (0, 1): 1}
+        assert _graph.collective_group(list(graph_module.graph.nodes)[2]) == group_id(0, 1, 2)
+
+
+def test_a_peer_is_a_rank_within_the_group_or_the_global_one_that_dynamo_writes():
+    with world(1):
+        ends, trio = dist.new_group([1, 3]), dist.new_group([0, 1, 2])
+        peers = [(ends, 1, 3), (ends, 3, 3), (trio, 2, 2), (trio, 0, 0)]
+        for group, number, peer in peers:
+            graph_module = built((c10d.isend.default, ({0}, number, 0, group.group_name)))
+            assert names_of(_graph.count_collectives(graph_module)) == {tuple(sorted((1, peer))): 1}
+        for number in (2, None):
+            graph_module = built((c10d.isend.default, ({0}, number, 0, ends.group_name)))
+            with pytest.raises(_types.HandshakeConfigError, match=r"isend.*(rank 2.*ranks 1, 3|not known)"):
+                _graph.count_collectives(graph_module)
+
+
+def test_nested_bodies_count_as_often_as_they_are_called():
+    with world(1):
+        first, second = make_groups()
+        name, other = first.group_name, second.group_name
+
+        def reduce_by_name(x, group=name):
+            return c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+
+        @torch.compiler.nested_compile_region
+        def repeated(x):
+            return reduce_by_name(x.sin())
+
+        def twice(x):
+            return repeated(repeated(x))
+
+        def inner(x):
+            return checkpoint(reduce_by_name, x * 2, use_reentrant=False) + checkpoint(
+                reduce_by_name, x, use_reentrant=False
+            )
+
+        def branches(x):
+            return torch.cond(
+                x.sum() > 0,
+                lambda y: reduce_by_name(y) * 2,
+                lambda y: reduce_by_name(reduce_by_name(y)) + reduce_by_name(y, other),
+                (x,),
+            )
+
+        def loop(x):
+            return torch._higher_order_ops.while_loop(
+                lambda i, y: i < 3, lambda i, y: (i + 1, reduce_by_name(y)), (torch.zeros((), dtype=torch.int64), x)
+            )
+
+        for program, expected in [
+            (twice, {(0, 1): 2}),
+            (inner, {(0, 1): 2}),
+            (branches, {(0, 1): 2, (1, 2): 1}),
+            (loop, {(0, 1): 1}),
+        ]:
+            graphs = compiled(program, ones(3))
+            for graph_module in (graphs.dynamo[0], graphs.forward[0]):
+                assert names_of(_graph.count_collectives(graph_module)) == expected, program
+                assert any(node.has_effect for node in _graph.canonical_nodes(graph_module)), program
+
+
+@pytest.mark.parametrize("kind", ["mesh", "group"])
+def test_groups_that_are_objects_in_the_graph(kind):
+    import torch.distributed.config
+
+    prints = set()
+    for _ in range(2):
+        with world(1), torch.distributed.config.patch(compile_on_one_rank=True):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            group = mesh["tp"] if kind == "mesh" else mesh.get_group("tp")
+
+            def program(x):
+                inner = checkpoint(lambda y: funcol.all_reduce(y, "sum", group), x, use_reentrant=False)  # noqa: B023
+                return funcol.all_reduce(inner, "sum", group)  # noqa: B023
+
+            graphs = compiled(program, ones(4))
+            for graph_module in graphs.all:
+                assert names_of(_graph.count_collectives(graph_module)) == {(0, 1): 2}
+            prints.add(tuple(fingerprint(graph_module, "role") for graph_module in graphs.all))
+    assert len(prints) == 1
+
+
+def test_a_group_that_is_not_known_is_an_error_that_names_node_and_line():
+    with world(1):
+        pair = dist.new_group([0, 1])
+        graph_module = compiled(lambda x: all_reduce(x.sin(), pair), ones(3)).forward[0]  # this line is named
+    with world(1):
+        with pytest.raises(_types.HandshakeConfigError) as raised:
+            _graph.count_collectives(graph_module)
+        assert "node all_reduce (_c10d_functional.all_reduce.default)" in str(raised.value)
+        assert re.search(r"test_graph\.py:\d+: .*funcol\.all_reduce", str(raised.value))
+        with pytest.raises(_types.HandshakeConfigError, match="all_reduce"):
+            _graph.canonical_nodes(graph_module)
+        assert fingerprint(graph_module).startswith("unhashable-")
+
+
+def test_registered_ops_are_collectives():
+    library = torch.library.Library("handshake_test", "DEF")
+    library.define("ring_reduce(Tensor x, str ring, int steps=1) -> Tensor")
+    library.define("other(Tensor x) -> Tensor")
+    ops = torch.ops.handshake_test
+    with world(1):
+        graph_module = built((ops.ring_reduce.default, ({0}, "0")))
+        assert _graph.count_collectives(graph_module) == {}
+        _graph.register_collective("handshake_test::ring_reduce", "ring")
+        assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
+        _graph.register_collective("handshake_test::other", "ring")
+        with pytest.raises(_types.HandshakeConfigError, match=r"handshake_test::other.*'ring'"):
+            _graph.count_collectives(built((ops.other.default, ({0},))))
+    for name in ("ring_reduce", "a.b", ""):
+        with pytest.raises(_types.HandshakeConfigError, match="no qualified op name"):
+            _graph.register_collective(name)
+
+
+def test_ops_of_torch_tpu_are_collectives():
+    library = torch.library.Library("tpu", "FRAGMENT")
+    if not hasattr(torch.ops.tpu, "_all_gather_dim"):
+        library.define("_all_gather_dim(Tensor x, int dim, int group_size, str group_name) -> Tensor")
+    with world(1):
+        graph_module = built((torch.ops.tpu._all_gather_dim.default, ({0}, 0, 4, "0")))
+        assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
+
+
+# --- Canonical nodes ---
+
+
+def test_an_inserted_node_changes_equality_after_it_and_alignment_beside_it_only():
+    def one(x):
+        return (x.sin().cos() * 2).exp()
+
+    def other(x):
+        return (x.sin().tan().cos() * 2).exp()
+
+    first, second = (_graph.canonical_nodes(traced(function, ones(3))) for function in (one, other))
+    assert [node.target for node in first[:3]] == ["placeholder", "aten.sin.default", "aten.cos.default"]
+    del second[2]
+    assert [a.equality == b.equality for a, b in zip(first, second, strict=True)] == [True, True] + [False] * 4
+    assert [a.alignment == b.alignment for a, b in zip(first, second, strict=True)] == [
+        True, True, False, True, True, True,
+    ]  # fmt: skip
+    assert {len(node.equality) for node in first} == {16}
+    assert {len(node.alignment) for node in first} == {8}
+    assert [node.inputs for node in first] == [(), (0,), (1,), (2,), (3,), (4,)]
+    assert [node.name for node in first] == [node.name for node in traced(one, ones(3)).graph.nodes]
+
+
+def test_inputs_are_all_arguments_in_order():
+    graph_module = built((torch.sin, ({0},)), (torch.add, ({1}, {0})))
+    x, sine, add, _ = graph_module.graph.nodes
+    add.args, add.kwargs = ([x, sine], {"key": (sine, slice(x))}), {"out": x, "alpha": sine}
+    assert _graph.canonical_nodes(graph_module)[2].inputs == (0, 1, 1, 0, 1, 0)
+
+
+def effects_of(function, *inputs, dynamo=False):
+    graphs = compiled(function, *inputs)
+    graph_module = graphs.dynamo[0] if dynamo else graphs.forward[0]
+    return {node.target.rpartition("::")[2] for node in _graph.canonical_nodes(graph_module) if node.has_effect}
+
+
+def test_effects():
+    x = ones(3)
+    assert effects_of(lambda x: torch.relu(x.sin() + 1)[1:].sum(), x) == set()
+    assert effects_of(lambda x: torch.relu(x.sin() + 1)[1:].sum(), x, dynamo=True) == set()
+    assert effects_of(lambda x: torch.rand_like(x) + x, x) == {"aten.rand_like.default"}
+    dynamo = effects_of(lambda x: torch.rand_like(x) + torch.nn.functional.dropout(x) + x.bernoulli(), x, dynamo=True)
+    assert {target.rpartition(".")[2] for target in dynamo} == {"rand_like", "dropout", "bernoulli"}
+    assert effects_of(lambda x: x.clone().add_(1).view(-1), x, dynamo=True) == {"add_"}
+    assert len(effects_of(under_autocast, ones(3, 3), dynamo=True)) == 2
+    assert len(effects_of(without_gradient, ones(3, requires_grad=True), dynamo=True)) == 1
+    copied = built((torch.ops.aten.sin.default, ({0},)), (torch.ops.aten.copy_.default, ({0}, {1})))
+    assert [node.has_effect for node in _graph.canonical_nodes(copied)] == [False, False, True, False]
+    with world(1):
+        waits = effects_of(lambda x: all_reduce(x, dist.group.WORLD), x, dynamo=True)
+        assert waits == {"_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"}
+
+
+# --- Graphs that can't be hashed ---
+
+
+class Opaque:
+    pass
+
+
+def test_a_graph_that_cannot_be_hashed_equals_no_other_and_says_why(caplog):
+    graph_module = built((torch.sin, ({0},)), (isinstance, ({1}, [Opaque()])))
+    with caplog.at_level(logging.WARNING, "torch_tpu.handshake"):
+        prints = [fingerprint(graph_module) for _ in range(2)]
+    assert prints[0] != prints[1]
+    assert all(re.fullmatch(r"unhashable-[0-9a-f]{32}", text) for text in prints)
+    assert len(caplog.records) == 2
+    assert "node isinstance_1" in caplog.text and "Opaque" in caplog.text and "0x" not in caplog.text
+    with pytest.raises(_types.HandshakeError, match=r"isinstance_1.*Opaque"):
+        _graph.canonical_nodes(graph_module)
+    assert fingerprint(with_attribute(torch.nn.Parameter(ones(2)))) == fingerprint(
+        with_attribute(torch.nn.Parameter(ones(2)))
+    )
+
+
+@pytest.mark.parametrize("value", [Opaque(), Opaque().__init__, object(), torch.Generator(), ones(2).to_mkldnn()])
+def test_values_without_a_text_that_all_ranks_share_are_not_hashed(value):
+    assert fingerprint(built((isinstance, ({0}, value)))).startswith("unhashable-")
+
+
+def test_a_kernel_that_is_named_by_a_number_of_this_process_is_not_hashed():
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    call = (triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "constant_args_idx": 0, "kwargs": {}})
+    assert fingerprint(built(call)).startswith("unhashable-")
+
+
+def test_fingerprints_of_executables():
+    assert re.fullmatch("[0-9a-f]{32}", _graph.executable_fingerprint(b"\x00\xff"))
+    assert _graph.executable_fingerprint("abc") == _graph.executable_fingerprint(b"abc")
+    assert _graph.executable_fingerprint("abc") != _graph.executable_fingerprint("abd")
+    _graph.executable_fingerprint("\ud800")
+
+
+# --- Text and source lines ---
+
+
+def helper_of_the_model(x, group):
+    return funcol.all_reduce(x, "sum", group)
+
+
+def test_the_source_line_is_the_users():
+    with world(1):
+        pair = dist.new_group([0, 1])
+        graphs = compiled(
+            lambda x: helper_of_the_model(x * x, pair).sum(), ones(3, requires_grad=True), with_backward=True
+        )
+        for graph_module in graphs.all[:2]:
+            node = next(node for node in graph_module.graph.nodes if _graph.is_collective(node))
+            line = _graph.source_line(node)
+            assert line.file == __file__
+            assert line.line == helper_of_the_model.__code__.co_firstlineno + 1
+            assert line.code == 'return funcol.all_reduce(x, "sum", group)'
+        backward = [node for node in graphs.backward[0].graph.nodes if node.op == "call_function"]
+        assert any(_graph.source_line(node) is not None for node in backward)
+        assert _graph.source_line(next(iter(graphs.forward[0].graph.nodes))) is None
+
+
+def facts_of(graph_module):
+    lines = _graph.graph_text(graph_module).splitlines()
+    return dict(re.fullmatch(r"# handshake: (.+?) = (.*)", line).groups() for line in lines if "handshake:" in line)
+
+
+def test_the_text_holds_what_print_readable_leaves_out():
+    with world(1):
+        pair = dist.new_group([0, 1], group_desc="a pair")
+
+        def block(x):
+            return helper_of_the_model(x, pair) + torch.tensor([1.5, 2.5, 3.5])
+
+        def program(x):
+            y = checkpoint(block, x, use_reentrant=False) + torch.arange(100.0).sum()
+            x.mul_(2)
+            return y
+
+        graphs = compiled(program, ones(3))
+        facts = facts_of(graphs.forward[0])
+        assert facts["rank"] == "1"
+        assert facts[f"group {pair.group_name}"] == "ranks 0-1; size 2; description a pair"
+        assert re.fullmatch(
+            r"float32 \(3,\) blake2b:[0-9a-f]{32} \[1\.5, 2\.5, 3\.5\]", facts["constant _tensor_constant0"]
+        )
+        assert facts["mutated arg0_1"] == "output"
+        assert facts["source all_reduce"].endswith('return funcol.all_reduce(x, "sum", group)')
+        dynamo = facts_of(graphs.dynamo[0])
+        assert dynamo["mutated l_x_"] == "mul_"
+        assert "source wrap_body_0.tensor" in dynamo
+        text = _graph.graph_text(graphs.forward[0])
+        assert '"f32[3][1]cpu"' in text
+        assert text.index("# handshake:") > text.index("        return (")
+
+
+def test_the_text_of_a_graph_with_a_group_that_is_gone_is_still_there():
+    with world(1):
+        pair = dist.new_group([0, 1])
+        graph_module = compiled(lambda x: all_reduce(x, pair), ones(3)).forward[0]
+    assert "all_reduce" in _graph.graph_text(graph_module)
+    assert "group" not in " ".join(facts_of(graph_module))
+
+
+def test_long_constants_are_cut_in_the_text():
+    fact = facts_of(with_attribute(torch.arange(1000)))["constant held"]
+    assert fact.startswith("int64 (1000,) blake2b:")
+    assert fact.endswith(", 15, …]")
+    assert "blake2b" not in facts_of(with_attribute(ones(3, device="meta")))["constant held"]
