@@ -54,6 +54,10 @@ NOTICE_INTERVAL_S = 60.0
 # long enough for that thread to reach its vote, short against a vote's timeout.
 CYCLE_GRACE_S = 5.0
 
+# Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a loop that has
+# run away.
+MAX_VOTES_UNDER_WAY = 1024
+
 # Missing ranks are all named, as ranges; so many of them with where they were last seen.
 MAX_RANKS_LAST_SEEN = 8
 # So many fingerprints are listed when votes differ.
@@ -128,40 +132,29 @@ Span = tuple[Group, int, int]
 
 
 class _Vote:
-    __slots__ = (
-        "arrived",
-        "blocking",
-        "cells",
-        "deadline",
-        "fingerprint",
-        "notices",
-        "number",
-        "rank",
-        "request",
-        "spans",
-    )
+    __slots__ = ("arrived", "blocking", "component", "notices", "rank", "request", "spans", "timeout_s")
 
     def __init__(
-        self,
-        rank: int,
-        spans: list[Span],
-        fingerprint: str | bytes,
-        arrived: float,
-        deadline: float | None,
-        request: Any,
-        blocking: bool,
-        number: int,
+        self, rank: int, spans: list[Span], arrived: float, timeout_s: float | None, request: Any, blocking: bool
     ) -> None:
         self.rank = rank
         self.spans = spans
-        self.fingerprint = fingerprint
         self.arrived = arrived
-        self.deadline = deadline
+        self.timeout_s = timeout_s
         self.request = request
         self.blocking = blocking
-        self.number = number
         self.notices = 0
-        self.cells: list[_Cell] = []
+        self.component: _Component  # once it has joined one
+
+    def cells(self) -> list["_Cell"]:
+        """The open cells that it is in."""
+        return [group.cells[(start, end)] for group, start, end in self.spans]
+
+    def next_look(self) -> float:
+        """When something is to be done about it: tell its rank that it still waits, or give up."""
+        if self.timeout_s is None:
+            return self.next_notice()
+        return min(self.next_notice(), self.arrived + self.timeout_s)
 
     def next_notice(self) -> float:
         """When its rank should next be told that it still waits."""
@@ -203,6 +196,8 @@ class _Component:
         self.incomplete = 0
 
     def absorb(self, other: "_Component") -> None:
+        for vote in other.votes:
+            vote.component = self
         self.votes += other.votes
         self.cells += other.cells
         self.incomplete += other.incomplete
@@ -244,13 +239,12 @@ class _CollectiveHandshakeConsensus:
         self._timeout_s = timeout_s
         self._groups: dict[ProcessGroupId, Group] = {}
         self._groups_of_rank: list[set[Group]] = [set() for _ in range(num_ranks)]
-        self._pending: dict[int, _Vote] = {}  # by number, so the oldest come first
+        self._components: dict[_Component, None] = {}  # the open ones, in the order in which they were opened
         self._pending_of_rank: list[list[_Vote]] = [[] for _ in range(num_ranks)]
-        self._last_vote: list[tuple[float, list[Span]] | None] = [None] * num_ranks
+        self._last_vote: list[_Vote | None] = [None] * num_ranks
         self._labels: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._contested: set[int] = set()  # ranks that wait while an open cell waits for them
-        self._votes = 0
         self._next_deadline: float | None = None
 
     # ------------------------------------------------------------------ what happens
@@ -301,7 +295,7 @@ class _CollectiveHandshakeConsensus:
         for rank in key.ranks:
             self._groups_of_rank[rank].add(made)
             for vote in self._pending_of_rank[rank]:
-                for cell in vote.cells:
+                for cell in vote.cells():
                     cell.without.add(made)
         made.lost.update(made.members & self._lost.keys())
         return made
@@ -320,58 +314,45 @@ class _CollectiveHandshakeConsensus:
 
         `timeout_s` is this vote's own, where it differs from the machine's.
         """
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        deadline = None if limit is None else now + limit
-        self._votes += 1
-        vote = _Vote(rank, spans, fingerprint, now, deadline, request, blocking, self._votes)
+        vote = _Vote(rank, spans, now, self._timeout_s if timeout_s is None else timeout_s, request, blocking)
         decisions: list[Decision] = []
-        if len(spans) == 1 and self._enters_only_cell(vote, *spans[0]):
-            component = vote.cells[0].component
-            if not component.incomplete:
-                self._settle(component, None, now, decisions)
-            elif self._contested or (len(self._groups_of_rank[rank]) > 1 and self._is_contested(rank)):
-                self._contested.add(rank)
-                self._settle_wait_cycles(now, decisions, standing=False)
+        if len(spans) == 1 and self._enters_only_cell(vote, fingerprint, *spans[0]):
+            if not vote.component.incomplete:
+                self._settle(vote.component, None, now, decisions)
+            elif len(self._groups_of_rank[rank]) > 1:
+                self._look_for_wait_cycles(vote, (), now, decisions)
             return decisions
-        self._refuse_what_is_out_of_order(rank, spans)
+        self._refuse_what_can_not_be(rank, spans)
         if not spans:
             return [Decision(rank, Outcome.FAT, "", request)]
         for group, start, end in spans:
             cells = group.cells
             if len(cells) > 1 or (cells and (start, end) not in cells):
                 self._settle_cells_passed(rank, group, start, now, decisions)
-
-        finding = self._finding_against(vote)
+        finding = self._finding_against(vote, fingerprint)
         for group, _, end in spans:
             group.frontier[rank] = end
             if end > group.highest_frontier:
                 group.highest_frontier = end
-        self._last_vote[rank] = (now, spans)
+        self._last_vote[rank] = vote
         if finding is not None:
             self._settle_with_all_linked(vote, finding, now, decisions)
             return decisions
 
-        component, opened = self._join(vote)
-        if not component.incomplete:
-            self._settle(component, None, now, decisions)
+        opened = self._join(vote, fingerprint)
+        if not vote.component.incomplete:
+            self._settle(vote.component, None, now, decisions)
             return decisions
-        if self._is_contested(rank):
-            self._contested.add(rank)
-        for cell in opened:
-            self._note_contested_members(cell)
-        if self._contested:
-            self._settle_wait_cycles(now, decisions, standing=False)
-        if vote.number in self._pending:
-            self._wake_at(vote.next_notice() if deadline is None else min(deadline, vote.next_notice()))
+        self._wake_at(vote.next_look())
+        self._look_for_wait_cycles(vote, opened, now, decisions)
         return decisions
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: TIMEOUT for a whole component when its oldest vote has waited
         its timeout, SPLIT for a wait cycle that has stood for `CYCLE_GRACE_S`."""
         decisions: list[Decision] = []
-        for vote in list(self._pending.values()):
-            if vote.number in self._pending and vote.deadline is not None and vote.deadline <= now:
-                component = vote.cells[0].component
+        for component in list(self._components):
+            if any(vote.timeout_s is not None and vote.arrived + vote.timeout_s <= now for vote in component.votes):
                 self._settle(component, self._timeout_finding(component, now), now, decisions)
         if self._contested:
             self._settle_wait_cycles(now, decisions, standing=True)
@@ -411,55 +392,50 @@ class _CollectiveHandshakeConsensus:
 
     def next_deadline(self) -> float | None:
         """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
-        return self._next_deadline if self._pending else None
-
-    def votes_under_way(self, rank: int) -> int:
-        """How many votes of this rank are without an answer."""
-        return len(self._pending_of_rank[rank])
+        return self._next_deadline if self._components else None
 
     def notices(self, now: float) -> list[Notice]:
         """What the ranks that wait should log now, each at 5, 15, 30 and 60 s, then every 60 s. Call it after
         `expire`; it also finds when both must be called next."""
         due = []
-        texts: dict[int, str] = {}
         self._next_deadline = None
-        for vote in self._pending.values():
-            if vote.next_notice() <= now:
-                while vote.next_notice() <= now:
-                    vote.notices += 1
-                component = vote.cells[0].component
-                if id(component) not in texts:
-                    texts[id(component)] = f"waiting for {self._describe_missing(component, now)}"
-                due.append(Notice(vote.rank, texts[id(component)], vote.request))
-            self._wake_at(vote.next_notice())
-            if vote.deadline is not None:
-                self._wake_at(vote.deadline)
-        if self._contested:
-            for vote in self._pending.values():
-                if vote.arrived + CYCLE_GRACE_S > now:
+        for component in self._components:
+            text = ""
+            for vote in component.votes:
+                if vote.next_notice() <= now:
+                    while vote.next_notice() <= now:
+                        vote.notices += 1
+                    text = text or f"waiting for {self._describe_missing(component, now)}"
+                    due.append(Notice(vote.rank, text, vote.request))
+                self._wake_at(vote.next_look())
+                if self._contested and vote.arrived + CYCLE_GRACE_S > now:
                     self._wake_at(vote.arrived + CYCLE_GRACE_S)
         return due
 
     # ------------------------------------------------------------------ a vote arrives
 
-    def _enters_only_cell(self, vote: _Vote, group: Group, start: int, end: int) -> bool:
-        """The usual vote, in few steps: on one group, whose only open cell is of the same span and makes up its
-        component alone, with the same fingerprint. Nothing can speak against it then: see `_finding_against` for the
-        rest. Returns whether this is such a vote; if so, it is in the cell."""
+    def _enters_only_cell(
+        self, vote: _Vote, fingerprint: str | bytes, group: Group, start: int, end: int
+    ) -> bool:
+        """The usual vote, in few steps: the only one of its rank, on one group, whose only open cell is of the same
+        span and makes up its component alone, with the same fingerprint. Nothing can speak against it then: see
+        `_finding_against` for the rest. Returns whether this is such a vote; if so, it is in the cell."""
         cell = group.cells.get((start, end))
         rank = vote.rank
-        if (
-            cell is None
-            or len(group.cells) > 1
-            or len(cell.component.cells) > 1
-            or cell.component.fingerprint != vote.fingerprint
-            or group.frontier.get(rank, 0) > start
-            or group.lost
-        ):
+        if cell is None or group.lost or len(group.cells) > 1 or self._pending_of_rank[rank]:
             return False
         component = cell.component
+        if (
+            component.fingerprint != fingerprint
+            or len(component.cells) > 1
+            or group.frontier.get(rank, 0) > start
+        ):
+            return False
         group.frontier[rank] = end
-        self._last_vote[rank] = (vote.arrived, vote.spans)
+        self._last_vote[rank] = vote
+        self._pending_of_rank[rank].append(vote)
+        vote.component = component
+        component.votes.append(vote)
         cell.voters[rank] = vote
         if len(cell.voters) == len(group.ranks):
             component.incomplete = 0
@@ -467,15 +443,11 @@ class _CollectiveHandshakeConsensus:
         if len(belongs_to) > 1:
             cell.without |= belongs_to
             cell.without.discard(group)
-        vote.cells.append(cell)
-        component.votes.append(vote)
-        self._pending[vote.number] = vote
-        self._pending_of_rank[rank].append(vote)
-        if vote.deadline is not None and vote.deadline < (self._next_deadline or vote.deadline):
-            self._next_deadline = vote.deadline
+        if vote.timeout_s is not None and self._next_deadline is not None:
+            self._next_deadline = min(self._next_deadline, vote.arrived + vote.timeout_s)
         return True
 
-    def _refuse_what_is_out_of_order(self, rank: int, spans: list[Span]) -> None:
+    def _refuse_what_can_not_be(self, rank: int, spans: list[Span]) -> None:
         for group, start, end in spans:
             frontier = group.frontier.get(rank, 0)
             if start < frontier:
@@ -489,6 +461,11 @@ class _CollectiveHandshakeConsensus:
                 )
         if rank in self._lost:
             raise HandshakeProtocolError(f"rank {rank} voted after it was lost: {self._lost[rank]}", ranks=[rank])
+        if len(self._pending_of_rank[rank]) >= MAX_VOTES_UNDER_WAY:
+            raise HandshakeProtocolError(
+                f"rank {rank} has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first",
+                ranks=[rank],
+            )
 
     def _settle_cells_passed(
         self, rank: int, group: Group, start: int, now: float, decisions: list[Decision]
@@ -508,7 +485,7 @@ class _CollectiveHandshakeConsensus:
                 )
                 self._settle(cell.component, finding, now, decisions)
 
-    def _finding_against(self, vote: _Vote) -> _Finding | None:
+    def _finding_against(self, vote: _Vote, fingerprint: str | bytes) -> _Finding | None:
         """Why `vote` and all that it is linked with can't be fat; None if nothing speaks against it so far."""
         finding = None
         voted_on = {span[0] for span in vote.spans}
@@ -522,8 +499,8 @@ class _CollectiveHandshakeConsensus:
                 if finding is None and group.highest_frontier > start:
                     finding = self._meets_other_span(vote, group, start, end)
             elif finding is None:
-                if cell.component.fingerprint != vote.fingerprint:
-                    finding = self._fingerprints_differ(vote, cell)
+                if cell.component.fingerprint != fingerprint:
+                    finding = self._fingerprints_differ(vote, fingerprint, cell)
                 elif (lacks and not cell.beside.isdisjoint(lacks)) or (
                     cell.without and not cell.without.isdisjoint(voted_on)
                 ):
@@ -541,16 +518,16 @@ class _CollectiveHandshakeConsensus:
                 if cell.start < end and start < cell.end and group.cells.get((cell.start, cell.end)) is cell:
                     self._settle(cell.component, finding, now, decisions)
 
-    def _join(self, vote: _Vote) -> tuple[_Component, list[_Cell]]:
-        """Puts `vote` into the cells of its spans, opening those that are new. Returns its component and the
-        cells that it opened."""
+    def _join(self, vote: _Vote, fingerprint: str | bytes) -> list[_Cell]:
+        """Puts `vote` into the cells of its spans and into their component. Returns the cells that it opened."""
         component: _Component | None = None
         opened: list[_Cell] = []
         for group, start, end in vote.spans:
             cell = group.cells.get((start, end))
             if cell is None:
                 if component is None:
-                    component = _Component(vote.fingerprint)
+                    component = _Component(fingerprint)
+                    self._components[component] = None
                 cell = group.cells[(start, end)] = _Cell(group, start, end, component)
                 component.cells.append(cell)
                 component.incomplete += 1
@@ -562,24 +539,24 @@ class _CollectiveHandshakeConsensus:
                 if len(smaller.cells) > len(larger.cells):
                     larger, smaller = smaller, larger
                 larger.absorb(smaller)
+                del self._components[smaller]
                 component = larger
             cell.voters[vote.rank] = vote
             if len(cell.voters) == len(group.ranks):
                 component.incomplete -= 1
-            vote.cells.append(cell)
         if component is None:
             raise AssertionError("a vote without spans has no component")
+        vote.component = component
         component.votes.append(vote)
         belongs_to = self._groups_of_rank[vote.rank]
         if len(belongs_to) > 1:
             voted_on = {span[0] for span in vote.spans}
             lacks = belongs_to - voted_on
-            for cell in vote.cells:
+            for cell in vote.cells():
                 cell.beside |= voted_on
                 cell.without |= lacks
-        self._pending[vote.number] = vote
         self._pending_of_rank[vote.rank].append(vote)
-        return component, opened
+        return opened
 
     # ------------------------------------------------------------------ settling
 
@@ -591,8 +568,8 @@ class _CollectiveHandshakeConsensus:
             del cell.group.cells[(cell.start, cell.end)]
             if finding is not None:
                 cell.group.last_finding = (cell.start, cell.end, finding)
+        del self._components[component]
         for vote in component.votes:
-            del self._pending[vote.number]
             self._pending_of_rank[vote.rank].remove(vote)
             if finding is None:
                 decisions.append(Decision(vote.rank, Outcome.FAT, "", vote.request))
@@ -628,14 +605,31 @@ class _CollectiveHandshakeConsensus:
     def _is_contested(self, rank: int) -> bool:
         return next(self._cells_waiting_for(rank), None) is not None
 
-    def _note_contested_members(self, cell: _Cell) -> None:
-        members = cell.group.members
-        waiting: Iterable[int]
-        if len(self._pending) < len(members):
-            waiting = [vote.rank for vote in self._pending.values() if vote.rank in members]
+    def _look_for_wait_cycles(
+        self, vote: _Vote, opened: Iterable[_Cell], now: float, decisions: list[Decision]
+    ) -> None:
+        """Finds the cycles that this vote, which now waits, or the cells that it opened, may have closed."""
+        if self._is_contested(vote.rank):
+            self._contested.add(vote.rank)
+        for cell in opened:
+            self._contested.update(
+                other.rank
+                for other in self._waiting_members(cell.group)
+                if other.rank not in cell.voters
+            )
+        if self._contested:
+            self._settle_wait_cycles(now, decisions, standing=False)
+
+    def _waiting_members(self, group: Group) -> Iterator[_Vote]:
+        """A vote of each member of the group that waits; through its ranks, or through the votes if they are fewer."""
+        if sum(len(component.votes) for component in self._components) < len(group.ranks):
+            for component in self._components:
+                for vote in component.votes:
+                    if vote.rank in group.members:
+                        yield vote
         else:
-            waiting = [rank for rank in cell.group.ranks if self._pending_of_rank[rank]]
-        self._contested.update(rank for rank in waiting if rank not in cell.voters)
+            for rank in group.ranks:
+                yield from self._pending_of_rank[rank][:1]
 
     def _settle_wait_cycles(self, now: float, decisions: list[Decision], *, standing: bool) -> None:
         """SPLIT for the components that wait for one another in a cycle.
@@ -668,7 +662,7 @@ class _CollectiveHandshakeConsensus:
         for rank in sorted(ranks):
             for cell in self._cells_waiting_for(rank):
                 for vote in self._pending_of_rank[rank]:
-                    waits_for.setdefault(cell.component, {})[vote.cells[0].component] = rank
+                    waits_for.setdefault(cell.component, {})[vote.component] = rank
         reachable = {component: _reachable(component, waits_for) for component in waits_for}
         left = {component for component in waits_for if component in reachable[component]}
         cycles = []
@@ -685,7 +679,7 @@ class _CollectiveHandshakeConsensus:
         self, cycle: dict[_Component, dict[_Component, int]], now: float, decisions: list[Decision]
     ) -> None:
         finding = self._cycle_finding(cycle)
-        for component in sorted(cycle, key=lambda component: component.votes[0].number):
+        for component in sorted(cycle, key=lambda component: (component.votes[0].arrived, component.votes[0].rank)):
             self._settle(component, finding, now, decisions)
 
     # ------------------------------------------------------------------ saying why
@@ -694,9 +688,9 @@ class _CollectiveHandshakeConsensus:
         label = self._labels.get(rank)
         return f"rank {rank} ({label})" if label else f"rank {rank}"
 
-    def _fingerprints_differ(self, vote: _Vote, cell: _Cell) -> _Finding:
+    def _fingerprints_differ(self, vote: _Vote, fingerprint: str | bytes, cell: _Cell) -> _Finding:
         ranks_with: dict[str | bytes, list[int]] = {cell.component.fingerprint: sorted(cell.voters)}
-        ranks_with.setdefault(vote.fingerprint, []).append(vote.rank)
+        ranks_with.setdefault(fingerprint, []).append(vote.rank)
         sides = "; ".join(f"{_show(print_)} on {format_ranks(ranks)}" for print_, ranks in ranks_with.items())
         return _Finding(
             Outcome.SPLIT,
@@ -802,17 +796,16 @@ class _CollectiveHandshakeConsensus:
         last = self._last_vote[rank]
         if last is None:
             return "has not voted yet" if rank in self._labels else "has neither connected nor voted yet"
-        when, spans = last
-        where = ", ".join(f"[{start}, {end}) on {group.name}" for group, start, end in spans[:2])
+        where = ", ".join(f"[{start}, {end}) on {group.name}" for group, start, end in last.spans[:2])
         state = "still waits in" if self._pending_of_rank[rank] else "last voted on"
-        return f"{state} {where}, {now - when:.1f} s ago"
+        return f"{state} {where}, {now - last.arrived:.1f} s ago"
 
     def _cycle_finding(self, cycle: dict[_Component, dict[_Component, int]]) -> _Finding:
         blocked: dict[int, _Cell] = {}
         for waited_for in cycle.values():
             for component, rank in waited_for.items():
-                vote = next(vote for vote in self._pending_of_rank[rank] if vote.cells[0].component is component)
-                blocked[rank] = vote.cells[0]
+                vote = next(vote for vote in self._pending_of_rank[rank] if vote.component is component)
+                blocked[rank] = vote.cells()[0]
         described = ", ".join(
             f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {cell.group.name}"
             for rank, cell in sorted(blocked.items())[:MAX_RANKS_LAST_SEEN]

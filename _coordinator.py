@@ -50,8 +50,6 @@ ACCEPT_AGAIN_S = 1.0
 LOOK_AT_PARENT_S = 0.5
 # What the last bytes (a goodbye) may take.
 CLOSE_WITHIN_S = 1.0
-# Votes of one rank that wait at once: one a thread, some more with submit_async. More is a runaway loop.
-MAX_VOTES_UNDER_WAY = 1024
 # How many of a group's last handshakes a report mentions.
 HANDSHAKES_BEFORE = 5
 # Hellos are checked for these facts; all ranks must have the same.
@@ -392,8 +390,6 @@ class Server:
             spans.append((group, start, end))
         if len(spans) > 1 and len({group for group, _, _ in spans}) < len(spans):
             raise HandshakeProtocolError("a vote that names a group twice")
-        if self._consensus.votes_under_way(connection.rank) >= MAX_VOTES_UNDER_WAY:
-            raise HandshakeProtocolError(f"more than {MAX_VOTES_UNDER_WAY} votes wait at once")
         now = time.monotonic()
         cast: Cast = (connection, number, flags, digest, spans)
         try:
