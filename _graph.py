@@ -920,7 +920,7 @@ class _GraphWalk:
         torch = self._torch
         kind = type(value)
         name = _class_name(kind)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) or hasattr(kind, "__members__"):  # Python's, or of a C++ extension
             return f"{name}.{value.name}"
         if isinstance(value, torch.Tensor):
             return self._tensor_value(value)
@@ -945,7 +945,7 @@ class _GraphWalk:
         if placements is not None and isinstance(value, placements.Placement):
             return f"{name} {value!r}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
             return f"{name} {self._dict(fields)}"
         if isinstance(value, (torch.finfo, torch.iinfo)):
             return f"{name}({value.dtype})"
@@ -958,7 +958,7 @@ class _GraphWalk:
     def _attribute_text(self, value: Any) -> str:
         torch = self._torch
         if isinstance(value, torch.nn.Parameter):
-            return f"parameter {self._metadata(value, None)}"
+            return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}"
         if isinstance(value, torch.nn.Module) and not isinstance(value, torch.fx.GraphModule):
             return self._module_text(value)
         return self.value(value)
@@ -993,7 +993,7 @@ class _GraphWalk:
         if tensor.device.type == "meta":
             return f"valueless {metadata}"
         with unset_fake_temporarily():
-            return f"{metadata} {_elements_digest(tensor)}"
+            return f"{metadata} requires_grad={tensor.requires_grad} {_elements_digest(tensor)}"
 
     # Metadata.
 

@@ -311,7 +311,7 @@ ARGUMENTS = [
     functools.partial(torch.add, alpha=2), functools.partial(torch.add, 1), lambda x: x + 1, lambda x: x + 2,
     lambda x, by=3: x + by, torch.Tensor.add, torch.Tensor.sub, re.RegexFlag.MULTILINE, re.RegexFlag.DOTALL,
     torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1), torch.distributed.tensor.Replicate(),
-    torch.finfo(torch.float32), torch.iinfo(torch.int8),
+    torch.finfo(torch.float32), torch.iinfo(torch.int8), dist.ReduceOp.SUM, dist.ReduceOp.MAX,
 ]  # fmt: skip
 
 
@@ -388,8 +388,10 @@ def test_a_tensor_constant_is_hashed_by_value_while_a_graph_is_compiled():
 def test_parameters_and_inputs_count_by_metadata():
     weights = [torch.nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0)]
     wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-    one, other, wider = (fingerprint(with_attribute(weight)) for weight in [*weights, wide])
-    assert one == other != wider
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    one, other, *different = (fingerprint(with_attribute(weight)) for weight in [*weights, wide, frozen])
+    assert one == other
+    assert len({one, *different}) == 3
     linears = [torch.nn.Linear(2, 2) for _ in range(2)]
     lifted = [compiled(linear, ones(2, 2)).all for linear in linears]
     assert [fingerprint(graph) for graph in lifted[0]] == [fingerprint(graph) for graph in lifted[1]]
