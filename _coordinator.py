@@ -112,7 +112,7 @@ class Server:
         self._secret = config.secret.encode()
         self._world_size = int(config.facts["world_size"])
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, config.timeout_s)
-        self._splits = Splits(config.timeout_s, explain=bool(config.debug))
+        self._splits = Splits(config.timeout_s, bool(config.debug), self._consensus.is_waiting)
         self._reports = Reports(config.debug) if config.debug else None
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -405,8 +405,11 @@ class Server:
             return
         if decisions:
             self._answer(decisions, now)
-        if self._splits.has_open_plans and not any(decision.request is cast for decision in decisions):
-            self._reply(self._splits.note_vote(connection.rank))
+        if self._splits.has_open_plans:
+            # A rank whose vote was answered FAT goes on, and may still come to the exchanges that wait for it.
+            fat = any(decision.request is cast and decision.outcome is Outcome.FAT for decision in decisions)
+            if not fat:
+                self._reply(self._splits.note_vote(connection.rank))
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
         facts_of: dict[int, dict[str, Any]] = {}
@@ -426,7 +429,10 @@ class Server:
                     "span": decision.span,
                 }
             flags = exchange = 0
-            if decision.outcome is Outcome.SPLIT and (self._reports is not None or vote_flags & _protocol.PARTIAL):
+            # A vote that is not partial is of interest to reports, and to an exchange that would wait for its rank.
+            if decision.outcome is Outcome.SPLIT and (
+                self._reports is not None or vote_flags & _protocol.PARTIAL or self._splits.has_open_plans
+            ):
                 split_vote = SplitVote(
                     connection.rank,
                     number,
@@ -449,6 +455,7 @@ class Server:
                 + _protocol.verdict(number, _OUTCOMES[decision.outcome], flags, exchange),
             )
             self._reply(replies)
+        self._reply(self._splits.look_at_the_missing())
 
     def _note(self, spans: list[tuple[Group, int, int]], outcome: str) -> None:
         for group, start, end in spans:

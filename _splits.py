@@ -21,15 +21,15 @@ the job. A set of fingerprints that was explained once is not explained again: a
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 if __package__:
-    from ._consensus import Group, Span
+    from ._consensus import Span
     from ._protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
     from ._types import format_ranks
 else:
-    from _consensus import Group, Span
+    from _consensus import Span
     from _protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
     from _types import format_ranks
 
@@ -130,16 +130,19 @@ class Record:
 class Splits:
     """The split components of a job, and their exchanges."""
 
-    def __init__(self, timeout_s: float | None, explain: bool) -> None:
+    def __init__(self, timeout_s: float | None, explain: bool, is_waiting: Callable[[int], bool]) -> None:
         """
         Args:
             timeout_s: how long ranks wait in an exchange for the others, in seconds.
             explain: whether graphs are asked for and reports made.
+            is_waiting: whether a rank waits for the answer to a vote, so that it can't come to an exchange.
         """
+        self._is_waiting = is_waiting
         self._kept_s = RECORD_KEPT_S if timeout_s is None else timeout_s
         self._explain = explain
         self._records: dict[int, Record] = {}
         self._numbers = 0
+        self._grown: list[Record] = []  # records with new ranks to wait for
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._graphs_bytes = 0
         self._asked: dict[tuple[int, int], bytes] = {}  # digests of graphs that are on their way, by rank and vote
@@ -149,6 +152,7 @@ class Splits:
 
     def add(self, vote: SplitVote, reason: str, now: float) -> tuple[Record, list[Reply]]:
         """Takes a vote that was answered SPLIT. Returns its record, and what ranks must be told because of it.
+        Once all votes that were answered together are in, call `look_at_the_missing`.
 
         If the record's `plan` is still open afterwards, and the vote is partial, its rank takes part in the
         exchange of that number.
@@ -175,8 +179,17 @@ class Splits:
         self._forget_if_done(record)
         return record, replies
 
+    def look_at_the_missing(self) -> list[Reply]:
+        """Calls off the exchanges, of those that have grown since the last look, whose missing ranks can't come."""
+        replies: list[Reply] = []
+        grown, self._grown = self._grown, []
+        for record in grown:
+            if record.plan and record.missing and (why_not := self._why_not_all_come(record)):
+                replies += self._call_off(record, why_not)
+        return replies
+
     def note_vote(self, rank: int) -> list[Reply]:
-        """A rank has cast a vote that belongs to no record: exchanges that wait for it can't complete."""
+        """A rank has cast a vote and waits for its answer, or in an exchange of it: others can't wait for it."""
         replies: list[Reply] = []
         for record in self._open_plans():
             if rank in record.missing:
@@ -198,9 +211,12 @@ class Splits:
         replies: list[Reply] = []
         for record in list(self._records.values()):
             if record.kept_until <= now:
-                replies += self._call_off(record, f"{format_ranks(record.missing)} did not come in time")
+                late = record.missing or record.votes.keys() - record.heard
+                replies += self._call_off(record, f"{format_ranks(late)} did not come in time")
                 if record.report_due is None:
                     self._records.pop(record.number, None)
+                else:
+                    record.kept_until = record.report_due
         return replies
 
     def next_deadline(self) -> float | None:
@@ -315,9 +331,8 @@ class Splits:
                 if any(g is group and s < end and start < e for g, s, e in record.voters_at):
                     why_not = why_not or "spans differ"
                 voters = record.voters_at[span] = set()
-                newly_missing = group.members - record.votes.keys()
-                record.missing |= newly_missing
-                why_not = why_not or _gone_past(group, start, newly_missing)
+                record.missing |= group.members - record.votes.keys()
+                self._grown.append(record)
                 if any(other in group.members and span not in their.spans for other, their in record.votes.items()):
                     why_not = why_not or "spans differ"
             voters.add(vote.rank)
@@ -325,6 +340,20 @@ class Splits:
             if vote.rank in group.members and (group, start, end) not in vote.spans:
                 why_not = why_not or "spans differ"
         return self._call_off(record, why_not) if why_not else []
+
+    def _why_not_all_come(self, record: Record) -> str:
+        """Which of the missing ranks have gone past, or are blocked in a vote or another exchange; empty if none."""
+        past = {
+            rank
+            for group, start, _ in record.voters_at
+            for rank in record.missing & group.members
+            if group.frontier.get(rank, 0) > start
+        }
+        if past:
+            return f"{format_ranks(past)} went on without it"
+        elsewhere = {rank for other in self._open_plans() if other is not record for rank in other.promised}
+        blocked = [rank for rank in record.missing if rank in elsewhere or self._is_waiting(rank)]
+        return f"{format_ranks(blocked)} can't come: blocked in a vote or another exchange" if blocked else ""
 
     def _call_off(self, record: Record, why: str) -> list[Reply]:
         if not record.plan:
@@ -352,11 +381,6 @@ class Splits:
         while len(self._records) >= MAX_RECORDS:
             oldest = self._records.pop(next(iter(self._records)))
             replies += self._call_off(oldest, "too many splits are open")
-
-
-def _gone_past(group: Group, start: int, ranks: Iterable[int]) -> str:
-    past = [rank for rank in ranks if group.frontier.get(rank, 0) > start]
-    return f"{format_ranks(past)} has gone past" if past else ""
 
 
 def _and(left: bytes, right: bytes) -> bytes:
