@@ -21,20 +21,26 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _protocol
     from ._types import (
+        HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
         HandshakeProtocolError,
         HandshakeTimeoutError,
         ProcessGroupId,
+        RankCollectiveCounts,
+        format_ranks,
     )
 else:
     import _protocol
     from _types import (
+        HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
         HandshakeProtocolError,
         HandshakeTimeoutError,
         ProcessGroupId,
+        RankCollectiveCounts,
+        format_ranks,
     )
 
 logger = logging.getLogger("torch_tpu.handshake")
@@ -127,6 +133,7 @@ class Client:
         self.coordinator = coordinator
         self.reports = bool(coordinator.get("debug"))  # whether splits are explained
         self._lines: dict[ProcessGroupId, _Line] = {}
+        self._undeclared = b""
         self._sending = threading.Lock()
         self._sent = threading.Condition(self._sending)  # notified when a vote has left
         self._votes_wait_for_others = 0
@@ -148,66 +155,66 @@ class Client:
 
     # ------------------------------------------------------------------ votes
 
-    def vote(
-        self,
-        digest: bytes,
-        spans: list[tuple[ProcessGroupId, int, int]],
-        eager: dict[ProcessGroupId, int],
-        flags: int,
-    ) -> PendingVote:
+    def vote(self, counts: RankCollectiveCounts, digest: bytes, flags: int) -> PendingVote | None:
         """Sends a vote, when it is its turn on the lines of its groups.
 
         Args:
+            counts: where the rank stands, the graph's spans included.
             digest: the fingerprint's, `DIGEST_BYTES` long.
-            spans: (group, start, end), none empty.
-            eager: how many collectives of each group were recorded as issued outside any graph, so far.
             flags: BLOCKING (left out where other threads of this process vote too), PARTIAL, HAS_GRAPH.
+
+        Returns:
+            The vote, for `wait`; None if the graph meets no other rank.
+
+        Raises:
+            HandshakeConfigError: a group reaches outside the world. Nothing was sent then.
         """
         if threading.get_ident() != self._only_thread and not self._is_the_only_thread():
             flags &= ~_protocol.BLOCKING
+        spans = []
+        moves = []
         with self._sending:
-            lines: list[Any] = [self._lines.get(group) for group, _, _ in spans]
-            declared = b""
-            for line, (group, start, _) in zip(lines, spans, strict=True):
-                if line is None or start - line.frontier > eager.get(group, 0) - line.eager:
-                    declared, lines = self._wait_and_declare(spans, eager)
-                    break
-            numbered = []
-            for line, (group, start, end) in zip(lines, spans, strict=True):
-                numbered.append((line.number, start, end))
+            # Not through the Mapping's methods: this is every dispatch's path.
+            for group, count in counts._pg_to_count.items():
+                if count.num_collectives_in_graph and len(group.ranks) > 1:
+                    line = self._lines.get(group) or self._declare(group)
+                    start = count.collective_count_before
+                    end = start + count.num_collectives_in_graph
+                    eager = counts._eager.get(group, 0) if counts._eager else 0
+                    if start > line.frontier and start - line.frontier > eager - line.eager:
+                        self._wait_for_the_vote_before(line, start, eager)
+                    spans.append((line.number, start, end))
+                    moves.append((line, end, eager))
+            if not spans:
+                return None
+            for line, end, eager in moves:
                 line.frontier = end
-                line.eager = eager.get(group, 0)
+                line.eager = eager
             number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
             pending = self._votes[number] = PendingVote(number)
-            self._send(declared + _protocol.vote(number, flags, digest, numbered))
+            self._send(_protocol.vote(number, flags, digest, spans))
             if self._votes_wait_for_others:
                 self._sent.notify_all()
         return pending
 
-    def _wait_and_declare(
-        self, spans: list[tuple[ProcessGroupId, int, int]], eager: dict[ProcessGroupId, int]
-    ) -> tuple[bytes, list[_Line]]:
-        """Waits for the votes that fill gaps, then gives each new group a number. Returns the frames that declare
-        them, which must be sent before the lock is given up, and the line of each span."""
-        for group, start, _ in spans:
-            self._wait_for_the_vote_before(group, start, eager.get(group, 0))
-        declared = b""
-        for group, _, _ in spans:
-            if group not in self._lines:
-                self._lines[group] = _Line(len(self._lines))
-                declared += _protocol.group(self._lines[group].number, group.ranks)
-        return declared, [self._lines[group] for group, _, _ in spans]
+    def _declare(self, group: ProcessGroupId) -> _Line:
+        """Gives a group a number. The frame that says so goes before whatever is sent next."""
+        world_size = int(self.coordinator["world_size"])
+        if group.ranks[-1] >= world_size:
+            raise HandshakeConfigError(
+                f"{format_ranks(group.ranks)} reach outside a world of {world_size} ranks",
+                ranks=[group.ranks[-1]],
+                group=group.ranks,
+            )
+        line = self._lines[group] = _Line(len(self._lines))
+        self._undeclared += _protocol.group(line.number, group.ranks)
+        return line
 
-    def _wait_for_the_vote_before(self, group: ProcessGroupId, start: int, eager: int) -> None:
+    def _wait_for_the_vote_before(self, line: _Line, start: int, eager: int) -> None:
         """Waits a moment while positions before `start` are neither voted on nor recorded as eager."""
-
-        def is_filled() -> bool:
-            line = self._lines.get(group)
-            return start <= eager if line is None else start - line.frontier <= eager - line.eager
-
         self._votes_wait_for_others += 1
         try:
-            self._sent.wait_for(is_filled, GAP_WAIT_S)
+            self._sent.wait_for(lambda: start - line.frontier <= eager - line.eager, GAP_WAIT_S)
         finally:
             self._votes_wait_for_others -= 1
 
@@ -376,6 +383,8 @@ class Client:
     # ------------------------------------------------------------------ the connection
 
     def _send(self, data: bytes) -> None:
+        if self._undeclared:
+            data, self._undeclared = self._undeclared + data, b""
         try:
             self._sock.sendall(data)
         except OSError as error:

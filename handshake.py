@@ -41,7 +41,6 @@ if __package__:
         ProcessGroupId,
         RankCollectiveCounts,
         fingerprint_digest,
-        format_ranks,
     )
 else:
     import _client
@@ -65,7 +64,6 @@ else:
         ProcessGroupId,
         RankCollectiveCounts,
         fingerprint_digest,
-        format_ranks,
     )
 
 __all__ = [
@@ -217,7 +215,7 @@ class _Session:
         self.longest_wait_s = 0.0
         self.counters = dict.fromkeys(("split", "timeout", "peer_lost", "refused"), 0)
         self._lock = threading.Lock()
-        self._client: _client.Client | None = None
+        self.connected: _client.Client | None = None
         self._coordinator: _coordinator.Coordinator | None = None
         self._splits_of: dict[bytes, int] = {}
         if settings.world_size > 1 and settings.rank == settings.place.coordinator_rank:
@@ -253,18 +251,16 @@ class _Session:
 
     def client(self) -> _client.Client:
         """The connection, made when it is first needed."""
-        client = self._client
-        if client is not None:
-            return client
         with self._lock:
             if self.closed:
                 raise HandshakeError(f"rank {self.settings.rank}: the handshake was closed; make a new Handshake()")
-            if self._client is None:
-                self._client = _client.connect(self._find, self._facts(), Deadline(self.settings.timeout_s))
-                if self._client.reports:
+            if self.connected is None:
+                client = _client.connect(self._find, self._facts(), Deadline(self.settings.timeout_s))
+                if client.reports:
                     # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
-                    threading.Thread(target=self._client.read_on, name="handshake-reports", daemon=True).start()
-            return self._client
+                    threading.Thread(target=client.read_on, name="handshake-reports", daemon=True).start()
+                self.connected = client
+            return self.connected
 
     def _find(self, deadline: Deadline) -> Endpoint:
         # The coordinator's own rank knows what it bound; the others ask.
@@ -301,7 +297,7 @@ class _Session:
         """Ends the connection, and the coordinator where it runs. Idempotent."""
         with self._lock:
             self.closed = True
-            client, self._client = self._client, None
+            client, self.connected = self.connected, None
             coordinator, self._coordinator = self._coordinator, None
         if client is not None:
             client.close(f"rank {self.settings.rank} closed its handshake")
@@ -311,8 +307,8 @@ class _Session:
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
         self.closed = True
-        if self._client is not None:
-            self._client.abandon()
+        if self.connected is not None:
+            self.connected.abandon()
         if self._coordinator is not None:
             self._coordinator.abandon()
 
@@ -420,19 +416,16 @@ class Handshake:
             HandshakeError: the handshake was closed.
         """
         session = self._session
-        spans, eager = self._spans(request)
-        if not spans:
+        client = self._client_for(request)
+        if client is None:
             return True
-        client = session._client or session.client()
-        if graph_text is not None and not client.reports:
-            graph_text = None
+        flags = _protocol.BLOCKING
+        if graph_text is not None and client.reports:
+            flags |= _protocol.HAS_GRAPH
         started = time.monotonic()
-        pending = client.vote(
-            fingerprint_digest(request.executable_fingerprint),
-            spans,
-            eager,
-            _protocol.BLOCKING if graph_text is None else _protocol.BLOCKING | _protocol.HAS_GRAPH,
-        )
+        pending = client.vote(request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint), flags)
+        if pending is None:
+            return True
         client.wait(pending, session.wait_s)
         if pending.outcome == _protocol.FAT:
             session.count_fat(time.monotonic() - started)
@@ -451,27 +444,21 @@ class Handshake:
         return self._vote(request, graph_text, _protocol.PARTIAL if partial else 0)
 
     def _vote(self, request: CollectiveHandshakeRequest, graph_text: GraphText, flags: int) -> "Ticket":
-        session = self._session
-        spans, eager = self._spans(request)
-        if not spans:
-            return Ticket(session, None, None, request, None, 0.0)
-        client = session.client()
+        client = self._client_for(request)
+        if client is None:
+            return Ticket(self._session, None, None, request, None, 0.0)
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
-        else:
-            graph_text = None
         started = time.monotonic()
-        pending = client.vote(fingerprint_digest(request.executable_fingerprint), spans, eager, flags)
-        return Ticket(session, client, pending, request, graph_text, started)
+        pending = client.vote(request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint), flags)
+        return Ticket(self._session, client, pending, request, graph_text, started)
 
-    def _spans(
-        self, request: CollectiveHandshakeRequest
-    ) -> tuple[list[tuple[ProcessGroupId, int, int]], dict[ProcessGroupId, int]]:
-        """The spans that must be agreed on, and the eager collectives recorded on their groups.
+    def _client_for(self, request: CollectiveHandshakeRequest) -> _client.Client | None:
+        """The connection to vote on; None while nothing that needs one was submitted.
 
         Raises:
             HandshakeConfigError: the request can't be this rank's.
-            HandshakeError: the handshake was closed.
+            HandshakeError: the handshake was closed, or no connection could be made.
         """
         session = self._session
         settings = session.settings
@@ -483,29 +470,20 @@ class Handshake:
             raise HandshakeConfigError(
                 f"a request of rank {request.rank} was submitted on rank {settings.rank}", ranks=[request.rank]
             )
-        spans: list[tuple[ProcessGroupId, int, int]] = []
-        eager: dict[ProcessGroupId, int] = {}
-        counts = request.pg_collective_counts
-        for group, count in counts._pg_to_count.items():  # not through the Mapping: this is every dispatch's path
-            if not count.num_collectives_in_graph:
-                continue
-            if group.ranks[-1] >= settings.world_size:
-                raise HandshakeConfigError(
-                    f"{format_ranks(group.ranks)} reach outside a world of {settings.world_size} ranks",
-                    ranks=[group.ranks[-1]],
-                    group=group.ranks,
-                )
-            if len(group.ranks) > 1:
-                spans.append((group, count.collective_count_before, count.end))
-                if counts._eager:
-                    eager[group] = counts._eager.get(group, 0)
-        return spans, eager
+        if session.connected is not None:
+            return session.connected
+        meets = request.participating_ranks
+        if meets and meets[-1] >= settings.world_size:
+            raise HandshakeConfigError(
+                f"rank {meets[-1]} is outside a world of {settings.world_size} ranks", ranks=[meets[-1]]
+            )
+        return session.client() if len(meets) > 1 else None
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes and how they ended, `waited_s` and
         `longest_wait_s` in seconds, `bytes_sent`."""
         session = self._session
-        client = session._client
+        client = session.connected
         return {
             "handshakes": session.fat + sum(session.counters.values()),
             "fat": session.fat,
