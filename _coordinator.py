@@ -9,6 +9,7 @@ started the same `Server` runs in a thread.
 """
 
 import errno
+import hmac
 import json
 import logging
 import os
@@ -48,6 +49,8 @@ READ_BYTES = 65536
 ACCEPT_AGAIN_S = 1.0
 # How often the parent is looked at where the kernel can't tell that it died (no pidfd).
 LOOK_AT_PARENT_S = 0.5
+# A selector can't sleep for longer than 24 days; a timeout may be set to any length.
+LONGEST_SLEEP_S = 3600.0
 # What the last bytes (a goodbye) may take.
 CLOSE_WITHIN_S = 1.0
 # How many of a group's last handshakes a report mentions.
@@ -156,7 +159,7 @@ class Server:
                 if deadline is None or deadline <= now or self._has_chores:
                     self._look_at_the_clock(now)
                     deadline = self._next_deadline()
-                seconds = None if deadline is None else max(0.0, deadline - now)
+                seconds = None if deadline is None else min(max(0.0, deadline - now), LONGEST_SLEEP_S)
                 if self._looks_at_parent and os.getppid() != self._parent:
                     return
         finally:
@@ -224,6 +227,15 @@ class Server:
         self._connections.clear()
         if self._reports is not None:
             self._reports.close()
+        self._selector.close()
+        self._listener.close()
+        self._control.close()
+
+    def abandon(self) -> None:
+        """In a forked child, where no thread runs it: lets go of all descriptors, so that what the parent closes, or
+        what ends with it, is closed for its peers too."""
+        for connection in self._connections:
+            connection.sock.close()
         self._selector.close()
         self._listener.close()
         self._control.close()
@@ -315,7 +327,8 @@ class Server:
             return False
         rank = connection.rank = int(hello.facts["rank"])
         timeout_s = hello.facts.get("timeout_s")
-        connection.timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else None
+        if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
+            connection.timeout_s = float(timeout_s)
         connection.decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
         self._strangers.discard(connection)
         self._of_rank[rank] = connection
@@ -329,7 +342,7 @@ class Server:
         rank = theirs.get("rank")
         us = f"the coordinator (rank {self._config.rank}, {_label(ours)})"
         them = f"rank {rank} ({_label(theirs)})"
-        if hello.proof != _protocol.proof(self._secret, connection.nonce, hello.signed):
+        if not hmac.compare_digest(hello.proof, _protocol.proof(self._secret, connection.nonce, hello.signed)):
             return (
                 f"{them} does not know the secret of {us}: it belongs to another job, or "
                 f"TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
@@ -412,53 +425,52 @@ class Server:
                 self._reply(self._splits.note_vote(connection.rank))
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
-        facts_of: dict[int, dict[str, Any]] = {}
+        split: dict[str, list[Decision]] = {}
         for decision in decisions:
-            connection, number, vote_flags, digest, spans = decision.request
             if decision.outcome is Outcome.FAT:
-                self._send(connection, _protocol.verdict(number, _protocol.FAT))
-                if self._reports is not None:
-                    self._note(spans, "fat")
-                continue
-            facts = facts_of.get(id(decision.reason))
-            if facts is None:
-                facts = facts_of[id(decision.reason)] = {
-                    "reason": decision.reason,
-                    "ranks": _protocol.runs(decision.ranks),
-                    "group": decision.group and _protocol.runs(decision.group),
-                    "span": decision.span,
-                }
-            flags = exchange = 0
-            # A vote that is not partial is of interest to reports, and to an exchange that would wait for its rank.
-            if decision.outcome is Outcome.SPLIT and (
-                self._reports is not None or vote_flags & _protocol.PARTIAL or self._splits.has_open_plans
-            ):
-                split_vote = SplitVote(
-                    connection.rank,
-                    number,
-                    spans,
-                    digest,
-                    bool(vote_flags & _protocol.PARTIAL),
-                    bool(vote_flags & _protocol.HAS_GRAPH),
-                )
-                record, replies = self._splits.add(split_vote, decision.reason, now)
-                exchange = record.number if connection.rank in record.promised else 0
-                if self._splits.asks_for_graph(record, split_vote):
-                    flags = _protocol.SEND_GRAPH
-                if self._reports is not None:
-                    self._note(spans, f"split ({decision.reason})")
+                self._send(decision.request[0], _protocol.verdict(decision.request[1], _protocol.FAT))
+            elif decision.outcome is Outcome.SPLIT:
+                split.setdefault(decision.reason, []).append(decision)
             else:
-                replies = []
-            self._send(
-                connection,
-                _protocol.detail(number, facts)
-                + _protocol.verdict(number, _OUTCOMES[decision.outcome], flags, exchange),
-            )
-            self._reply(replies)
-        self._reply(self._splits.look_at_the_missing())
+                self._send_refusal(decision)
+        for reason, together in split.items():
+            self._answer_split(reason, together, now)
+        if self._reports is not None:
+            for decision in decisions:
+                self._note(decision)
 
-    def _note(self, spans: list[tuple[Group, int, int]], outcome: str) -> None:
-        for group, start, end in spans:
+    def _answer_split(self, reason: str, together: list[Decision], now: float) -> None:
+        """Answers votes that were split for one reason. Where plans are wanted, or reports, they are kept for that."""
+        votes = []
+        for decision in together:
+            connection, number, flags, digest, spans = decision.request
+            partial, has_graph = bool(flags & _protocol.PARTIAL), bool(flags & _protocol.HAS_GRAPH)
+            votes.append(SplitVote(connection.rank, number, spans, digest, partial, has_graph))
+        if self._reports is None and not any(vote.partial for vote in votes) and not self._splits.has_open_plans:
+            for decision in together:
+                self._send_refusal(decision)
+            return
+        record, replies = self._splits.add(votes, reason, now)
+        promised = set(record.promised)
+        for decision, vote in zip(together, votes, strict=True):
+            flags = _protocol.SEND_GRAPH if self._splits.asks_for_graph(record, vote) else 0
+            self._send_refusal(decision, flags, record.number if vote.rank in promised else 0)
+        self._reply(replies)
+
+    def _send_refusal(self, decision: Decision, flags: int = 0, exchange: int = 0) -> None:
+        connection, number, *_ = decision.request
+        facts = {
+            "reason": decision.reason,
+            "ranks": _protocol.runs(decision.ranks),
+            "group": decision.group and _protocol.runs(decision.group),
+            "span": decision.span,
+        }
+        verdict = _protocol.verdict(number, _OUTCOMES[decision.outcome], flags, exchange)
+        self._send(connection, _protocol.detail(number, facts) + verdict)
+
+    def _note(self, decision: Decision) -> None:
+        outcome = "fat" if decision.outcome is Outcome.FAT else f"{decision.outcome.name} ({decision.reason})"
+        for group, start, end in decision.request[4]:
             recent = self._recent.setdefault(group, [])
             if (start, end, outcome) not in recent:
                 recent.append((start, end, outcome))
@@ -551,6 +563,7 @@ class Coordinator:
         a thread takes its place, with a warning."""
         self._control, theirs = socket.socketpair()
         self._process: Any = None
+        self._server: Server | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -567,8 +580,8 @@ class Coordinator:
                 self._reap()
                 self._control.close()
                 self._control, theirs = socket.socketpair()
-        server = Server(listener, theirs, config, None)
-        self._thread = threading.Thread(target=server.run, name="handshake-coordinator", daemon=True)
+        self._server = Server(listener, theirs, config, None)
+        self._thread = threading.Thread(target=self._server.run, name="handshake-coordinator", daemon=True)
         self._thread.start()
 
     @property
@@ -633,6 +646,8 @@ class Coordinator:
         """In a forked child: lets go of what belongs to the parent, without a word to it."""
         self._closed = True
         self._control.close()
+        if self._server is not None:
+            self._server.abandon()
         if self._process is not None:
             self._process.returncode = 0  # not ours to wait for
         self._process = self._thread = None
