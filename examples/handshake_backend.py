@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch.compile backend whose graphs run fat or skinny, as the ranks agree. The reference for integrating this.
+
+    torch.compile(model, backend=make_backend("inductor", stage="DISPATCH_STAGE", partial=True))
+
+What a compiler has to do, and where it is done here:
+
+1. Work on AOTAutograd's graphs, which show all collectives: `Backend`.
+2. Count a graph's collectives, take its fingerprint, and vote: `Executable`. In COMPILE_STAGE it votes once, when the
+   graph is compiled *or loaded from a compile cache*, so that no rank waits for one whose cache is warm; in
+   DISPATCH_STAGE at each dispatch.
+3. Run by the verdict: the whole graph in one executable; each collective in one of its own; or, by a plan, one for
+   each part that diverging graphs have in common. Each is compiled when it is needed first, and kept.
+4. Keep the graph as it was voted on, for the report and the plan: an inner compiler that changes graphs gets a copy.
+"""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.output_code import OutputCode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx._graph_pickler import GraphPickler, Options
+
+from _graph import count_collectives, graph_fingerprint, graph_text
+from _partition import Plan, agree_on_plan, split_by_plan, split_skinny
+from handshake import DispatchGate, HandshakeStage, Ticket, submit_handshake_async
+
+# A compiled graph takes its arguments in one list.
+Compiled = Callable[[list[Any]], Any]
+# What a vote ends in. True: the whole graph fat. False: all of it skinny.
+Verdict = bool | Plan
+
+
+def make_backend(
+    inner: str = "eager", stage: HandshakeStage | str | None = None, partial: bool = False, groups: str = "exact"
+) -> "Backend":
+    """A backend for `torch.compile`.
+
+    Args:
+        inner: what compiles a graph or a segment of one: "eager" or "inductor".
+        stage: when to vote; by default what ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` says.
+        partial: after a split, keep fat what the ranks' graphs have in common.
+        groups: how a fingerprint names process groups: "exact" or "role".
+
+    With ``torch._functorch.config.bundled_autograd_cache`` set, graphs come from torch's own compile cache.
+    """
+    if stage is None:
+        stage = HandshakeStage.from_env()
+    return Backend(_INNER[inner], HandshakeStage(stage), partial, groups)
+
+
+class Backend:
+    """What `make_backend` makes; `report()` says what has happened so far."""
+
+    def __init__(self, inner: "Inner", stage: HandshakeStage, partial: bool, groups: str) -> None:
+        self.inner = inner
+        self.stage = stage
+        self.partial = partial
+        self.groups = groups
+        self._lock = threading.Lock()
+        self._counters = dict.fromkeys(("graphs", "handshakes", "fat", "split", "partial"), 0)
+        self._segments: list[int] = []
+
+    def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiler: Any = functools.partial(Executable, self)
+        backward_compiler = compiler
+        if torch._functorch.config.bundled_autograd_cache:
+            backward_compiler = SerializableAOTDispatchCompiler(Executable, compiler)
+            compiler = SerializableAOTDispatchCompiler(Executable, compiler)
+        compile_graph = aot_autograd(
+            fw_compiler=compiler, bw_compiler=backward_compiler, decompositions=self.inner.decompositions
+        )
+        _loading.backend = self
+        return compile_graph(graph_module, example_inputs)
+
+    def count(self, *names: str, segments: int | None = None) -> None:
+        with self._lock:
+            for name in names:
+                self._counters[name] += 1
+            if segments is not None:
+                self._segments.append(segments)
+
+    def report(self) -> dict[str, Any]:
+        """What has happened: `graphs` with collectives, compiled or loaded; `handshakes` that ended, each `fat`,
+        `split` (skinny) or `partial` (a plan); `segments`, the number of parts of each program compiled so far."""
+        with self._lock:
+            return {**self._counters, "segments": list(self._segments)}
+
+
+class _Loading(threading.local):
+    """The backend for which torch's cache loads executables in this thread."""
+
+    backend: Backend
+
+
+_loading = _Loading()
+
+
+class Executable(OutputCode):
+    """One graph: its votes, and the programs made of it so far."""
+
+    def __init__(self, backend: Backend, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._boxed_call = True
+        self._graph_module: torch.fx.GraphModule | None = graph_module
+        self._serialized = b""
+        self._join(backend, graph_module)
+
+    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule) -> None:
+        """Compiled or loaded: from here on this rank answers for the graph."""
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._programs: dict[Verdict, Compiled] = {}
+        self._collectives = count_collectives(graph_module)
+        self._ticket: Ticket | None = None
+        self._gate: DispatchGate | None = None
+        self._verdict: Verdict | None = not self._collectives  # without a vote: skinny, if there are collectives
+        if self._collectives:
+            backend.count("graphs")
+        if backend.stage is HandshakeStage.OFF or not any(len(group) > 1 for group in self._collectives):
+            return
+        self._verdict = None
+        self._fingerprint = graph_fingerprint(graph_module, backend.groups)
+        self._text = functools.partial(graph_text, graph_module)  # called only if a split is to be explained
+        if backend.stage is HandshakeStage.COMPILE_STAGE:
+            # Not waited for before the first run: after a warm start this rank is still loading the backward graph,
+            # whose vote the others will cast once they have run the forward graph together with this rank.
+            self._ticket = self._cast()
+        elif not backend.partial:
+            self._gate = DispatchGate(self._fingerprint, self._collectives, self._text, stage=backend.stage)
+
+    def _cast(self) -> Ticket:
+        return submit_handshake_async(
+            self._fingerprint, self._collectives, self._text, partial=self._backend.partial
+        )
+
+    def _settle(self, ticket: Ticket) -> Verdict:
+        """Waits for the verdict; after a split the ranks look for a plan, if all of them can."""
+        if ticket.result():
+            return True
+        assert self._graph_module is not None
+        if ticket.exchange is None:
+            return False
+        return agree_on_plan(ticket.exchange, self._graph_module, self._backend.groups) or False
+
+    def _decide(self) -> Verdict:
+        if self._verdict is not None:
+            return self._verdict
+        if self._gate is not None:
+            verdict: Verdict = self._gate.vote()
+        else:
+            verdict = self._settle(self._ticket or self._cast())
+        if self._backend.stage is HandshakeStage.COMPILE_STAGE:
+            self._verdict = verdict
+        kind = "partial" if isinstance(verdict, Plan) else "fat" if verdict else "split"
+        self._backend.count("handshakes", kind)
+        return verdict
+
+    def __call__(self, inputs: Any) -> Any:
+        with self._lock:
+            verdict = self._decide()
+            program = self._programs.get(verdict)
+            if program is None:
+                program = self._programs[verdict] = self._compile(verdict)
+        return program(inputs)
+
+    def _compile(self, verdict: Verdict) -> Compiled:
+        graph_module = self._graph_module
+        assert graph_module is not None
+        fake_mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
+        compile_inner = self._backend.inner.compile
+        if verdict is True:
+            self._backend.count(segments=1)
+            return compile_inner(graph_module, fake_mode)
+        with unset_fake_temporarily():
+            split = split_by_plan(graph_module, verdict) if isinstance(verdict, Plan) else split_skinny(graph_module)
+        calls = split.graph.find_nodes(op="call_module")
+        for node in calls:
+            segment: Any = split.get_submodule(node.target)
+            split.set_submodule(node.target, _Segment(compile_inner(segment, fake_mode)))
+        self._backend.count(segments=len(calls))
+        return lambda inputs: split(*inputs)
+
+    # What torch's compile cache calls: before it writes a copy of this, and after it has read one.
+
+    def prepare_for_serialization(self) -> None:
+        serialized = GraphPickler.dumps(self._graph_module, Options(ops_filter=None))
+        self.__dict__ = {"_boxed_call": True, "_graph_module": None, "_serialized": serialized}
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        fake_mode = detect_fake_mode(example_inputs) or FakeTensorMode()
+        graph_module: Any = GraphPickler.loads(self._serialized, fake_mode)
+        self._graph_module = graph_module
+        self._join(_loading.backend, graph_module)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Nothing of this is bundled."""
+
+
+class _Segment(torch.nn.Module):
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.compiled(list(arguments))
+
+
+# ---------------------------------------------------------------------- inner compilers
+
+
+class Inner:
+    """Compiles a graph, or a segment of one."""
+
+    decompositions: Any = None
+
+    def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
+        """Runs the graph as it is."""
+        return lambda inputs: graph_module(*inputs)
+
+
+class Inductor(Inner):
+    decompositions = staticmethod(select_decomp_table)
+
+    def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
+        with unset_fake_temporarily():
+            changed = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+        examples = [node.meta["val"] for node in changed.graph.find_nodes(op="placeholder")]
+        # Other segments, and the backward graph, were traced with these strides.
+        output = changed.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        with tracing(TracingContext(fake_mode)):
+            return compile_fx_inner(changed, examples)
+
+
+_INNER = {"eager": Inner(), "inductor": Inductor()}
