@@ -24,6 +24,7 @@ Needs torch, which is imported inside the functions.
 """
 
 import array
+import contextlib
 import hashlib
 import logging
 import operator
@@ -603,18 +604,26 @@ def agree_on_plan(
 
     Returns:
         The plan, once all ranks of the component have the same fat segments; None: run the whole graph skinny. All
-        ranks get a plan, or none does. Whatever fails on this rank is logged and calls the rounds off for all.
+        ranks get a plan, or none does. What fails on this rank before the last round is logged, and calls the rounds
+        off for all.
+
+    Raises:
+        What `exchange.agree` raises, if the answer to this rank's fingerprint got lost: the others may run fat now, so
+        going on skinny could hang.
     """
     try:
-        return _agree(exchange, graph_module, groups)
+        plan = _common_plan(exchange, graph_module, groups)
     except Exception as error:
         reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
-        _LOG.warning("%s; its graph runs skinny", reason, exc_info=True)
-        exchange.abort(reason)
+        _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
+        with contextlib.suppress(Exception):  # the coordinator itself may be what failed
+            exchange.abort(reason)
         return None
+    return plan if plan is not None and exchange.agree(plan.fingerprint) else None
 
 
-def _agree(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str) -> Plan | None:
+def _common_plan(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str) -> Plan | None:
+    """The rounds but the last."""
     own = OwnGraph(graph_module, groups)
     reference_rank = exchange.reference_rank()
     if reference_rank is None:
@@ -629,7 +638,7 @@ def _agree(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: s
         return None
     matched = restrict(matched, common)
     if not any(position >= 0 and own.collectives[position] for position in matched):
-        # The same on every rank: a common node issues what the reference's does.
+        # So on every rank: a common node issues what the reference's does.
         exchange.abort("the ranks' graphs have no collective in common")
         return None
     agreed = exchange.intersect(constraints(own, matched))
@@ -638,8 +647,7 @@ def _agree(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: s
     plan = make_plan(reference, own, matched, agreed)
     if plan is None:
         exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
-        return None
-    return plan if exchange.agree(plan.fingerprint) else None
+    return plan
 
 
 # ---------------------------------------------------------------------- reading nodes

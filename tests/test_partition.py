@@ -274,7 +274,6 @@ def raise_lost(*_):
         ("intersect", raise_lost),
         ("intersect", lambda bitmap: bitmap + b"\0"),
         ("intersect", lambda bitmap: b"\xff" * len(bitmap)),
-        ("agree", raise_lost),
     ],
 )
 def test_a_rank_that_fails_takes_everybody_to_skinny(method, result, caplog):
@@ -285,6 +284,13 @@ def test_a_rank_that_fails_takes_everybody_to_skinny(method, result, caplog):
     assert in_threads(calls) == [None] * 3
     assert "rank 1" in rounds.reasons[0]
     assert "rank 1" in caplog.text
+
+
+def test_a_lost_answer_to_the_last_round_is_an_error():
+    """The others may run fat by then."""
+    exchange = failing(Rounds(1), 0, "agree", raise_lost)
+    with pytest.raises(ConnectionError):
+        _partition.agree_on_plan(exchange, made(lambda x: reduce(x.sin()), matrix()))
 
 
 def test_a_graph_that_has_no_keys_takes_everybody_to_skinny(caplog):
