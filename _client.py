@@ -109,6 +109,27 @@ class PendingRound:
         self.ok = False
         self.payload = b""
 
+    def end(self, ok: bool, payload: bytes) -> None:
+        """The result is there."""
+        self.ok, self.payload, self.outcome = ok, payload, 1
+
+
+class _Rounds:
+    """The rounds of one exchange, in order: those with a result, and those that this rank waits for."""
+
+    __slots__ = ("arrived", "asked_for", "called_off", "rounds")
+
+    def __init__(self) -> None:
+        self.rounds: list[PendingRound] = []
+        self.arrived = 0
+        self.asked_for = 0
+        self.called_off: bytes | None = None
+
+    def round(self, place: int) -> PendingRound:
+        while len(self.rounds) <= place:
+            self.rounds.append(PendingRound())
+        return self.rounds[place]
+
 
 class _Line:
     """How far this rank's votes on one group have been sent. `number` names the group on this connection; `eager` is
@@ -140,8 +161,7 @@ class Client:
         self._numbers = 0
         self._votes: dict[int, PendingVote] = {}
         self._details: dict[int, dict[str, Any]] = {}
-        self._rounds: dict[tuple[int, int], PendingRound] = {}
-        self._called_off: dict[int, bytes] = {}
+        self._exchanges: dict[int, _Rounds] = {}
         self._reading = threading.Lock()
         self._turn = threading.Condition()
         self._others_wait = 0
@@ -233,21 +253,24 @@ class Client:
 
     # ------------------------------------------------------------------ exchanges
 
-    def exchange(self, number: int, round_number: int, payload: bytes | None) -> PendingRound:
-        """Takes part in a round; `payload` None only waits for the others. The result comes with `wait`."""
-        pending = self._rounds.setdefault((number, round_number), PendingRound())
-        if number in self._called_off:
-            pending.payload, pending.outcome = self._called_off[number], 1
-        elif payload is not None:
-            with self._sending:
+    def send_to_exchange(self, number: int, round_number: int, payload: bytes) -> None:
+        """This rank's part in a round. Nothing is sent to an exchange that was called off."""
+        with self._sending:
+            if self._exchanges.setdefault(number, _Rounds()).called_off is None:
                 self._send(_protocol.exchange(number, round_number, payload))
+
+    def next_round(self, number: int) -> PendingRound:
+        """The next result of an exchange, for `wait`: results come in the order of the rounds."""
+        rounds = self._exchanges.setdefault(number, _Rounds())
+        pending = rounds.round(rounds.asked_for)
+        rounds.asked_for += 1
+        if rounds.called_off is not None and not pending.outcome:
+            pending.end(False, rounds.called_off)
         return pending
 
     def forget_exchange(self, number: int) -> None:
         """The exchange has ended for this rank."""
-        self._called_off.pop(number, None)
-        for key in [key for key in self._rounds if key[0] == number]:
-            del self._rounds[key]
+        self._exchanges.pop(number, None)
 
     # ------------------------------------------------------------------ waiting
 
@@ -358,14 +381,14 @@ class Client:
             raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
 
     def _take_result(self, result: _protocol.Result) -> None:
+        rounds = self._exchanges.setdefault(result.exchange, _Rounds())
         if result.ok:
-            rounds = [self._rounds.setdefault((result.exchange, result.round), PendingRound())]
+            rounds.round(rounds.arrived).end(True, result.payload)
+            rounds.arrived += 1
         else:
-            self._called_off[result.exchange] = result.payload
-            rounds = [waiting for (number, _), waiting in self._rounds.items() if number == result.exchange]
-        for waiting in rounds:
-            if not waiting.outcome:
-                waiting.ok, waiting.payload, waiting.outcome = bool(result.ok), result.payload, 1
+            rounds.called_off = result.payload
+            for pending in rounds.rounds[rounds.arrived :]:
+                pending.end(False, result.payload)
         self._wake_others()
 
     def _log_report(self, facts: dict[str, Any]) -> None:

@@ -122,6 +122,7 @@ class Server:
         self._strangers: set[_Connection] = set()
         self._of_rank: dict[int, _Connection] = {}
         self._accept_again: float | None = None
+        self._last_reason = ("", b"")
         self._looks_at_parent = False
         self._recent: dict[Group, list[tuple[int, int, str]]] = {}  # (start, end, how it ended), for reports
 
@@ -410,7 +411,7 @@ class Server:
                 connection.rank, spans, digest, now, cast, bool(flags & _protocol.BLOCKING), connection.timeout_s
             )
         except HandshakeProtocolError as error:
-            facts = {"reason": str(error), "group": error.group and _protocol.runs(error.group), "span": error.span}
+            facts = _protocol.reason_facts(str(error), error.ranks, error.group, error.span)
             self._send(
                 connection,
                 _protocol.detail(number, facts) + _protocol.verdict(number, _protocol.VOTE_REFUSED),
@@ -459,14 +460,12 @@ class Server:
 
     def _send_refusal(self, decision: Decision, flags: int = 0, exchange: int = 0) -> None:
         connection, number, *_ = decision.request
-        facts = {
-            "reason": decision.reason,
-            "ranks": _protocol.runs(decision.ranks),
-            "group": decision.group and _protocol.runs(decision.group),
-            "span": decision.span,
-        }
+        # Thousands of ranks may be answered one by one for the same reason: its facts are made once.
+        if self._last_reason[0] is not decision.reason:
+            facts = _protocol.reason_facts(decision.reason, decision.ranks, decision.group, decision.span)
+            self._last_reason = (decision.reason, facts)
         verdict = _protocol.verdict(number, _OUTCOMES[decision.outcome], flags, exchange)
-        self._send(connection, _protocol.detail(number, facts) + verdict)
+        self._send(connection, _protocol.detail(number, self._last_reason[1]) + verdict)
 
     def _note(self, decision: Decision) -> None:
         outcome = "fat" if decision.outcome is Outcome.FAT else f"{decision.outcome.name} ({decision.reason})"

@@ -259,9 +259,17 @@ def verdict(vote_number: int, outcome: int, flags: int = 0, exchange: int = 0) -
     return _VERDICT.pack(_VERDICT_LENGTH, VERDICT, vote_number, outcome, flags, exchange)
 
 
-def detail(vote_number: int, facts: dict[str, Any]) -> bytes:
-    """Why the verdict that follows is not FAT."""
-    return frame(DETAIL, _NUMBER.pack(vote_number), _json(facts))
+def detail(vote_number: int, facts: bytes) -> bytes:
+    """Why the verdict that follows is not FAT; `facts` from `reason_facts`."""
+    return frame(DETAIL, _NUMBER.pack(vote_number), facts)
+
+
+def reason_facts(
+    reason: str, ranks: Sequence[int], group_ranks: Sequence[int] | None, span: tuple[int, int] | None
+) -> bytes:
+    """The facts of a `Detail`: what happened, and the ranks, the group and the span that it is about."""
+    about = {"ranks": runs(ranks), "group": group_ranks and runs(group_ranks), "span": span}
+    return _json({"reason": reason[:MAX_TEXT_BYTES], **about})
 
 
 def notice(vote_number: int, text: str) -> bytes:

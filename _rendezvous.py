@@ -51,10 +51,11 @@ class Place(NamedTuple):
     port: int | None  # one that was asked for; 0: one that the kernel picks
     port_source: str  # what to change if that port is taken
     secret: str | None
+    uses_store: bool  # whether the job's store is asked; not where a caller says what the address is
 
     def store(self) -> Any:
         """The job's store, or None."""
-        distributed = torch_distributed()
+        distributed = torch_distributed() if self.uses_store else None
         return None if distributed is None else distributed.distributed_c10d._get_default_store()
 
     @property
@@ -164,7 +165,7 @@ def _listen(host: str, port: int, source: str) -> socket.socket:
             )
         return socket.create_server(("", port), backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise HandshakeConfigError(
             f"handshake port {port} can't be used on this host ({reason}): set {source} to a free port, "
             f"the same on all ranks. With torch.distributed initialised it can stay unset: a free one is found then"

@@ -5,11 +5,11 @@ The consensus machine answers SPLIT and forgets. Here the votes of one split com
 in a `Record`, for two purposes. No socket, no clock, no thread.
 
 *The exchange.* Ranks whose votes were marked `partial` go on to look for the part that their graphs have in common.
-That takes four rounds, each a gathering of all the ranks of the component, answered to all of them at once:
+That takes some rounds, each a gathering of all the ranks of the component, answered to all of them at once:
 
     REFERENCE   complete when every member of every group has voted the same span; says who the reference rank is
     SHARE       the reference rank's payload, to all the others
-    INTERSECT   the bitwise AND of everybody's bitmap
+    INTERSECT   the bitwise AND of everybody's bitmap; as often as they need it
     AGREE       whether all gave the same digest
 
 Only a yes in AGREE lets anybody run anything fat. An exchange is called off for all, in one step, as soon as it can't
@@ -21,7 +21,7 @@ the job. A set of fingerprints that was explained once is not explained again: a
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 if __package__:
@@ -126,7 +126,6 @@ class Record:
         return dict(sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0])))
 
 
-
 class Splits:
     """The split components of a job, and their exchanges."""
 
@@ -142,7 +141,6 @@ class Splits:
         self._explain = explain
         self._records: dict[int, Record] = {}
         self._numbers = 0
-        self._grown: list[Record] = []  # records with new ranks to wait for
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._graphs_bytes = 0
         self._asked: dict[tuple[int, int], bytes] = {}  # digests of graphs that are on their way, by rank and vote
@@ -150,43 +148,35 @@ class Splits:
 
     # ------------------------------------------------------------------ votes
 
-    def add(self, vote: SplitVote, reason: str, now: float) -> tuple[Record, list[Reply]]:
-        """Takes a vote that was answered SPLIT. Returns its record, and what ranks must be told because of it.
-        Once all votes that were answered together are in, call `look_at_the_missing`.
+    def add(self, votes: Sequence[SplitVote], reason: str, now: float) -> tuple[Record, list[Reply]]:
+        """Takes votes that were answered SPLIT together. Returns their record, and what ranks must be told.
 
-        If the record's `plan` is still open afterwards, and the vote is partial, its rank takes part in the
-        exchange of that number.
+        The ranks in the record's `promised` afterwards take part in the exchange of its number.
         """
         replies: list[Reply] = []
-        met = [record for record in self._records.values() if record.overlaps(vote.spans)]
+        met = [record for record in self._records.values() if any(record.overlaps(vote.spans) for vote in votes)]
         if met:
             record = met[0]
-            for other in met[1:]:
-                replies += self._call_off(other, "its ranks met those of another split")
         else:
             self._make_room(replies)
             self._numbers += 1
             record = self._records[self._numbers] = Record(self._numbers, reason, now, now + self._kept_s)
             if self._explain:
                 record.report_due = now + REPORT_WAIT_S
-        replies += self._include(record, vote)
-        if len(met) > 1:
+        waited_for = set(record.missing)
+        for vote in votes:
+            replies += self._include(record, vote)
+        for other in met[1:]:
+            replies += self._call_off(other, "its ranks met those of another split")
             replies += self._call_off(record, "its ranks met those of another split")
+        if record.plan and (why_not := self._why_not_all_come(record, record.missing - waited_for)):
+            replies += self._call_off(record, why_not)
         if record.plan:
-            record.promised.append(vote.rank)
+            record.promised += [vote.rank for vote in votes]
             if not record.missing:
                 replies += self._name_reference(record)
         self._forget_if_done(record)
         return record, replies
-
-    def look_at_the_missing(self) -> list[Reply]:
-        """Calls off the exchanges, of those that have grown since the last look, whose missing ranks can't come."""
-        replies: list[Reply] = []
-        grown, self._grown = self._grown, []
-        for record in grown:
-            if record.plan and record.missing and (why_not := self._why_not_all_come(record)):
-                replies += self._call_off(record, why_not)
-        return replies
 
     def note_vote(self, rank: int) -> list[Reply]:
         """A rank has cast a vote and waits for its answer, or in an exchange of it: others can't wait for it."""
@@ -235,6 +225,8 @@ class Splits:
             return []  # it was called off, and the rank has been told
         if round_number == ABORT:
             return self._call_off(record, f"rank {rank} can't go on: {payload.decode('utf-8', 'replace')}")
+        if record.round == INTERSECT and not record.heard and round_number == AGREE:
+            record.round = AGREE  # enough intersections: the first rank to say so speaks for all
         if round_number != record.round or rank in record.heard:
             return self._call_off(record, f"rank {rank} is out of step")
         if round_number == SHARE:
@@ -251,7 +243,7 @@ class Splits:
         if len(record.heard) < len(record.votes):
             return []
         if round_number == INTERSECT:
-            return self._complete(record, AGREE, dict.fromkeys(record.votes, record.bitmap))
+            return self._complete(record, INTERSECT, dict.fromkeys(record.votes, record.bitmap))
         verdict = b"\x01" if len(record.agreed) == 1 else b"\x00"
         replies = self._complete(record, AGREE, dict.fromkeys(record.votes, verdict))
         record.plan = False
@@ -332,7 +324,6 @@ class Splits:
                     why_not = why_not or "spans differ"
                 voters = record.voters_at[span] = set()
                 record.missing |= group.members - record.votes.keys()
-                self._grown.append(record)
                 if any(other in group.members and span not in their.spans for other, their in record.votes.items()):
                     why_not = why_not or "spans differ"
             voters.add(vote.rank)
@@ -341,18 +332,18 @@ class Splits:
                 why_not = why_not or "spans differ"
         return self._call_off(record, why_not) if why_not else []
 
-    def _why_not_all_come(self, record: Record) -> str:
-        """Which of the missing ranks have gone past, or are blocked in a vote or another exchange; empty if none."""
+    def _why_not_all_come(self, record: Record, ranks: set[int]) -> str:
+        """Which of these missing ranks have gone past, or are blocked in a vote or another exchange; empty if none."""
         past = {
             rank
             for group, start, _ in record.voters_at
-            for rank in record.missing & group.members
+            for rank in ranks & group.members
             if group.frontier.get(rank, 0) > start
         }
         if past:
             return f"{format_ranks(past)} went on without it"
         elsewhere = {rank for other in self._open_plans() if other is not record for rank in other.promised}
-        blocked = [rank for rank in record.missing if rank in elsewhere or self._is_waiting(rank)]
+        blocked = [rank for rank in ranks if rank in elsewhere or self._is_waiting(rank)]
         return f"{format_ranks(blocked)} can't come: blocked in a vote or another exchange" if blocked else ""
 
     def _call_off(self, record: Record, why: str) -> list[Reply]:

@@ -150,6 +150,7 @@ class _Settings(NamedTuple):
                 None if port is None else _rendezvous.parse_port(port, port_source),
                 port_source,
                 None if secret is None else str(secret),
+                given["host"] is None and given["port"] is None,
             ),
             DEFAULT_TIMEOUT_S if timeout_s is None else _positive_seconds(timeout_s, timeout_source),
             on_timeout == "split",
@@ -642,24 +643,24 @@ class Exchange:
 
     def reference_rank(self) -> int | None:
         """Waits until all ranks of the component have voted; the rank whose graph the others align with."""
-        payload = self._round(_protocol.REFERENCE, None)
+        payload = self._result()
         self._reference = None if payload is None else int.from_bytes(payload, "big")
         return self._reference
 
     def share(self, payload: bytes | None) -> bytes | None:
         """The reference rank gives `payload`, the others None; all get it."""
         if self.rank != self._reference:
-            return self._round(_protocol.SHARE, None)
+            return self._result()
         if payload is None:
             raise HandshakeConfigError("the reference rank must give a payload")
         if len(payload) > _protocol.MAX_PAYLOAD_BYTES:
             self.abort(f"the reference graph's keys take {len(payload)} bytes")
             return None
-        self._client.exchange(self._number, _protocol.SHARE, payload)
+        self._client.send_to_exchange(self._number, _protocol.SHARE, payload)
         return payload
 
     def intersect(self, bitmap: bytes) -> bytes | None:
-        """The bitwise AND of all ranks' bitmaps, which must be of one length."""
+        """The bitwise AND of all ranks' bitmaps, which must be of one length. May be called several times."""
         return self._round(_protocol.INTERSECT, bitmap)
 
     def agree(self, fingerprint: str) -> bool:
@@ -670,11 +671,15 @@ class Exchange:
 
     def abort(self, reason: str) -> None:
         """This rank can't go on: everybody runs skinny."""
-        self._client.exchange(self._number, _protocol.ABORT, reason.encode()[:1024])
+        self._client.send_to_exchange(self._number, _protocol.ABORT, reason.encode()[:1024])
         self._client.forget_exchange(self._number)
 
-    def _round(self, round_number: int, payload: bytes | None) -> bytes | None:
-        pending = self._client.exchange(self._number, round_number, payload)
+    def _round(self, round_number: int, payload: bytes) -> bytes | None:
+        self._client.send_to_exchange(self._number, round_number, payload)
+        return self._result()
+
+    def _result(self) -> bytes | None:
+        pending = self._client.next_round(self._number)
         self._client.wait(pending, self._wait_s)
         if not pending.ok:
             logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
