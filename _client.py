@@ -256,12 +256,17 @@ class Client:
     def send_to_exchange(self, number: int, round_number: int, payload: bytes) -> None:
         """This rank's part in a round. Nothing is sent to an exchange that was called off."""
         with self._sending:
-            if self._exchanges.setdefault(number, _Rounds()).called_off is None:
+            rounds = self._exchanges.get(number)
+            if rounds is not None and rounds.called_off is None:
                 self._send(_protocol.exchange(number, round_number, payload))
 
     def next_round(self, number: int) -> PendingRound:
         """The next result of an exchange, for `wait`: results come in the order of the rounds."""
-        rounds = self._exchanges.setdefault(number, _Rounds())
+        rounds = self._exchanges.get(number)
+        if rounds is None:
+            ended = PendingRound()
+            ended.end(False, b"this rank has ended the exchange")
+            return ended
         pending = rounds.round(rounds.asked_for)
         rounds.asked_for += 1
         if rounds.called_off is not None and not pending.outcome:
@@ -363,6 +368,8 @@ class Client:
             if vote is None:
                 raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
             vote.flags, vote.exchange = message.flags, message.exchange
+            if message.exchange:
+                self._exchanges[message.exchange] = _Rounds()
             if message.outcome != _protocol.FAT:
                 vote.facts = self._details.pop(message.vote, {})
             vote.outcome = message.outcome
@@ -381,7 +388,9 @@ class Client:
             raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
 
     def _take_result(self, result: _protocol.Result) -> None:
-        rounds = self._exchanges.setdefault(result.exchange, _Rounds())
+        rounds = self._exchanges.get(result.exchange)
+        if rounds is None:
+            return  # this rank has ended the exchange
         if result.ok:
             rounds.round(rounds.arrived).end(True, result.payload)
             rounds.arrived += 1
