@@ -32,9 +32,7 @@ _WINDOW_EDITS = 64
 _Pairs = list[tuple[int, int]]
 
 
-def align(
-    a_keys: Sequence[Hashable], b_keys: Sequence[Hashable], max_edits: int = DEFAULT_MAX_EDITS
-) -> _Pairs:
+def align(a_keys: Sequence[Hashable], b_keys: Sequence[Hashable], max_edits: int = DEFAULT_MAX_EDITS) -> _Pairs:
     """The pairs `(i, j)` of positions that match, strictly ascending in both, with `a_keys[i] == b_keys[j]`.
 
     Args:

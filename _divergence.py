@@ -20,12 +20,12 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 if __package__:
     from ._align import align
-    from ._divergence_page import page
+    from ._divergence_page import MAX_COMPARISONS, page
     from ._graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
         NOT_THERE,
@@ -44,7 +44,7 @@ if __package__:
     from ._types import format_ranks
 else:
     from _align import align
-    from _divergence_page import page
+    from _divergence_page import MAX_COMPARISONS, page
     from _graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
         NOT_THERE,
@@ -129,7 +129,25 @@ def _merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
             known.follows = max(known.follows, difference.follows)
     for difference in merged.values():
         difference.values.pop(-1, None)
-    return sorted(merged.values(), key=lambda difference: (difference.body, difference.position))
+    return _collapse(sorted(merged.values(), key=lambda difference: (difference.body, difference.position)))
+
+
+def _collapse(differences: list[Difference]) -> list[Difference]:
+    """Takes together what differs in the same way in many nodes, as a change in every layer does."""
+    first: dict[Any, Difference] = {}
+    for difference in differences:
+        key: Any = (difference.kind, difference.body, difference.what, difference.node.op, difference.node.target)
+        if difference.nodes:
+            key = (*key, tuple(node.target for node in difference.nodes), tuple(difference.values))
+        else:
+            key = (*key, difference.reference, tuple(difference.values.items()))
+        if difference.kind in ("order of collectives", "inputs", "outputs"):
+            key = (*key, difference.position)
+        known = first.setdefault(key, difference)
+        if known is not difference:
+            known.alike.append(difference.position)
+            known.follows += difference.follows
+    return list(first.values())
 
 
 _INTEGER = re.compile(r"-?\d+$")
@@ -159,9 +177,7 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
     return ""
 
 
-def _indices(
-    values: Mapping[int, float], groups: Iterable[Sequence[int]]
-) -> Iterator[tuple[str, Mapping[int, int]]]:
+def _indices(values: Mapping[int, float], groups: Iterable[Sequence[int]]) -> Iterator[tuple[str, Mapping[int, int]]]:
     """What a constant may depend on: (name, value by rank)."""
     yield "rank", {rank: rank for rank in values}
     by_size: dict[int, list[Sequence[int]]] = {}
@@ -186,165 +202,166 @@ def _affine(values: Mapping[int, float], name: str, index_of: Mapping[int, int])
     if len(points) < 2:
         return ""
     (x0, y0), (x1, y1), *_ = points.items()
-    step = (y1 - y0) / (x1 - x0)
-    if all(isinstance(value, int) for value in points.values()):
-        if step != int(step):
-            return ""
-        step = int(step)
+    exact = all(isinstance(value, int) for value in points.values())
+    if exact and (y1 - y0) % (x1 - x0):
+        return ""
+    step = (y1 - y0) // (x1 - x0) if exact else (y1 - y0) / (x1 - x0)
     offset = y0 - step * x0
-    if not step or any(abs(step * x + offset - y) > 1e-9 * abs(y) for x, y in points.items()):
+    if not step or any(abs(step * x + offset - y) > (0 if exact else 1e-9 * abs(y)) for x, y in points.items()):
         return ""
-    ahead = offset / step
-    if len(points) == 2 and (ahead not in (0, 1) or abs(step) < 2):
+    ahead = round(offset / step)
+    is_multiple = abs(offset - ahead * step) <= (0 if exact else 1e-9 * abs(step))
+    if len(points) == 2 and not (is_multiple and ahead in (0, 1) and abs(step) >= 2):
         return ""
-    if ahead == int(ahead) and abs(ahead) <= max(points) + 1:
-        inner = name if not ahead else f"({name} {'+' if ahead > 0 else '-'} {abs(int(ahead))})"
-        return inner.strip("()") if step == 1 and ahead else f"{step} · {inner}" if step != 1 else inner
-    return f"{step} · {name} {'+' if offset > 0 else '-'} {abs(offset)}"
+    if step != 1 and is_multiple and ahead and abs(ahead) <= max(points) + 1:
+        return f"{_plain(step)} · ({name} {'+' if ahead > 0 else '-'} {abs(ahead)})"
+    term = name if step == 1 else f"{_plain(step)} · {name}"
+    if is_multiple and not ahead:
+        return term
+    return f"{term} {'+' if offset > 0 else '-'} {_plain(abs(offset))}"
+
+
+def _plain(number: float) -> str:
+    """Without the digits that come from rounding alone."""
+    return str(number) if isinstance(number, int) else f"{number:.12g}"
 
 
 # --- Advice -----------------------------------------------------------------------------------------------------------
 
 
+_ADVICE = {
+    "versions": (
+        "The ranks have different library versions (above). Install the same ones everywhere first: other versions "
+        "decompose, fuse and partition differently."
+    ),
+    "hosts": (
+        "The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile caches "
+        "(a cache that is warm on some hosts only can give them an older graph; clear it or share it)."
+    ),
+    "nothing differs": (
+        "The texts of the graphs are the same, so the fingerprints differ in something that the text does not show: "
+        "values of tensor constants, inputs that are changed in place or share memory, or how the graph was compiled. "
+        "A fingerprint of the executable also differs where library versions or compiler flags do."
+    ),
+    "shard": (
+        "{numbers} are baked into the graph as Python constants{at}. Keep the shard's bounds in a buffer "
+        '(`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled '
+        "function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
+    ),
+    "constant": (
+        "A Python number that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
+        "variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor."
+    ),
+    "tensor constant": (
+        "A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it once in "
+        "`__init__` with `register_buffer`, or pass it in as an input."
+    ),
+    "graph break": (
+        "One graph ends or begins where the other goes on: probably a graph break, or a function compiled separately, "
+        "on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest; "
+        "`torch.compile(fullgraph=True)` turns a break into an error at its place."
+    ),
+    "collectives": (
+        "Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another for ever. "
+        "Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to "
+        "give), not under a condition that depends on the rank."
+    ),
+    "graph": (
+        "The graphs of {odd} and of the reference have next to nothing in common: these ranks are at different places "
+        "of the program. Look for a branch on the rank or on data before this point, a graph break or a recompile on "
+        "some ranks only, or a compile cache that is warm on some ranks only."
+    ),
+    "operations": (
+        "The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, and remove "
+        "it or compute both sides on all ranks; else for other library versions, for a compile cache that is warm on "
+        "some ranks only (clear it or share it), or for a partitioner that chose differently."
+    ),
+    "order of collectives": (
+        "The same collectives come in another order on {odd}{at}. Issue them in a fixed order: iterate over sorted "
+        "keys, not over a set or dict that was filled in another order; switch off passes that reorder by timings "
+        "measured in each process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or "
+        "let one rank choose for all."
+    ),
+    "shape": (
+        "Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; "
+        "uneven shards: pad the shard), or mark the dimension dynamic on all ranks: "
+        "`torch._dynamo.mark_dynamic(tensor, dim)` before the first call, or `torch.compile(dynamic=True)`."
+    ),
+    "dtype": (
+        "The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded "
+        "checkpoint are the same everywhere."
+    ),
+    "stride": (
+        "The stride is not the same on all ranks{at}: call `.contiguous()` (or use one memory format) before the "
+        "compiled part."
+    ),
+    "device": "The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.",
+    "name of a group": (
+        "The group has the same ranks but was created under another name{at}: names are counted in the order of "
+        "creation. Create the groups in the same order, and as many, on all ranks (every rank calls new_group for "
+        "every group, its own or not), or take them from one DeviceMesh."
+    ),
+    "group": (
+        "The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its "
+        'column), fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on '
+        "all ranks, and create the groups in the same order on all of them."
+    ),
+    "change in place": (
+        "An input is changed in place on some ranks only{at}: change it on all ranks or on none, or work on a copy."
+    ),
+    "inputs": (
+        "The graphs take different inputs: check that all ranks have the same parameters and the same optional "
+        "arguments, that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic "
+        "on all ranks or on none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call."
+    ),
+    "outputs": (
+        "The graphs return different values: check that the same parameters need gradients on all ranks, that the "
+        "function returns the same on all, and that a compile cache or partitioner did not choose other tensors to "
+        "save for backward on some ranks."
+    ),
+}
+
+
 def _advice(report: "Report") -> list[str]:
-    """What to change, the most telling first; each piece once."""
+    """What to change, the most telling first; each piece once, with the place of the first difference it is for."""
     found: dict[str, str] = {}
-    context, differences = report.context, report.differences
-    if _version_lines(context.versions):
-        found["versions"] = (
-            "The ranks have different library versions (above). Install the same ones everywhere first: other "
-            "versions decompose, fuse and partition differently."
-        )
+    if _version_lines(report.context.versions):
+        found["versions"] = _ADVICE["versions"]
     elif report.split_by_host:
-        found["hosts"] = (
-            "The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile "
-            "caches (a cache that is warm on some hosts only can give them an older graph; clear it or share it)."
-        )
-    for difference in differences:
-        for key, text in _advice_for(difference, report):
-            found.setdefault(key, text)
-    if not differences and len(report.variants) > 1:
-        found["none"] = (
-            "The texts of the graphs are the same, so the fingerprints differ in something that the text does not "
-            "show: values of tensor constants, inputs that are changed in place or share memory, or how it was "
-            "compiled. A fingerprint of the executable differs as well where library versions or compiler flags do."
-        )
+        found["hosts"] = _ADVICE["hosts"]
+    formulas = list(dict.fromkeys(difference.formula for difference in report.differences if difference.formula))
+    shown = ", ".join(f"`{formula}`" for formula in formulas[:3])
+    what = "The bounds of the rank's shard" if "·" in shown else "Numbers that depend on the rank"
+    numbers = f"{what} ({shown})"
+    for difference in report.differences:
+        odd = format_ranks(rank for variant in difference.values for rank in report.variants[variant].ranks)
+        at = f" ({difference.source.place})" if difference.source else ""
+        for topic in _topics(difference):
+            if topic not in found:
+                found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers)
+    if report.comparisons and not report.differences:
+        found["nothing differs"] = _ADVICE["nothing differs"]
     return list(found.values())
 
 
-def _advice_for(difference: Difference, report: "Report") -> Iterator[tuple[str, str]]:
+def _topics(difference: Difference) -> Iterator[str]:
+    """The pieces of advice that a difference calls for."""
     kind = difference.kind
-    odd = format_ranks(rank for variant in difference.values for rank in report.variants[variant].ranks)
-    at = f" ({_source_text(difference.source, with_code=False)})" if difference.source else ""
     if kind == "constant" and difference.formula:
-        formulas = list(dict.fromkeys(each.formula for each in report.differences if each.formula))
-        shown = ", ".join(f"`{formula}`" for formula in formulas[:3])
-        what = "The bounds of the rank's shard" if "·" in shown else "Numbers that depend on the rank"
-        yield "shard", (
-            f"{what} ({shown}) are baked into the graph as Python constants{at}. Keep the shard's bounds in a buffer "
-            "(`self.register_buffer(\"shard_start\", torch.tensor(start), persistent=False)`) or pass them to the "
-            "compiled function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
-        )
-    elif kind == "constant":
-        yield "constant", (
-            f"A Python number that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
-            "variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor."
-        )
-    elif kind == "tensor constant":
-        yield "tensor constant", (
-            f"A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it "
-            "once in `__init__` with `register_buffer`, or pass it in as an input."
-        )
-    elif kind in ("op", "missing node", "added node", "nested body", "operand", "order", "tensor class", "graph"):
+        yield "shard"
+    elif kind == "inputs" and difference.what == "change in place":
+        yield "change in place"
+    elif kind == "group" and "same ranks" in difference.what:
+        yield "name of a group"
+    elif kind in _ADVICE:
+        yield kind
+    else:  # operations, and collectives among them
         if difference.at_end and difference.size > 1:
-            yield _graph_break(odd)
-        if any(node.is_collective for node in (difference.node, *difference.nodes)):
-            yield _same_collectives(at)
-        if kind == "graph":
-            yield "graph", (
-                f"The graphs of {odd} and of the reference have next to nothing in common: these ranks are at "
-                "different places of the program. Look for a branch on the rank or on data before this point, a graph "
-                "break or a recompile on some ranks only, or a compile cache that is warm on some ranks only."
-            )
-        else:
-            yield "op", (
-                f"The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, "
-                "and remove it or compute both sides on all ranks; else for other library versions, for a compile "
-                "cache that is warm on some ranks only (clear it or share it), or for a partitioner that chose "
-                "differently."
-            )
-    elif kind == "number of collectives":
-        if difference.at_end and difference.size > 1:
-            yield _graph_break(odd)
-        yield _same_collectives(at)
-    elif kind == "order of collectives":
-        yield "order of collectives", (
-            f"The same collectives come in another order on {odd}{at}. Issue them in a fixed order: iterate over "
-            "sorted keys, not over a set or dict that was filled in another order; switch off passes that reorder by "
-            "timings measured in each process (for Inductor "
-            "`torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all."
-        )
-    elif kind == "shape":
-        yield "shape", (
-            f"Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or "
-            "pad; uneven shards: pad the shard), or mark the dimension dynamic on all ranks: "
-            "`torch._dynamo.mark_dynamic(tensor, dim)` before the first call, or `torch.compile(dynamic=True)`."
-        )
-    elif kind == "dtype":
-        yield "dtype", (
-            f"The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded "
-            "checkpoint are the same everywhere."
-        )
-    elif kind in ("stride", "device"):
-        yield kind, (
-            f"The {kind} is not the same on all ranks{at}: "
-            + (
-                "call `.contiguous()` (or use one memory format) before the compiled part."
-                if kind == "stride"
-                else "put the tensor on the same kind of device on all ranks."
-            )
-        )
-    elif kind == "group":
-        if "same ranks" in difference.what:
-            yield "group name", (
-                f"The group has the same ranks but was created under another name{at}: names are counted in the order "
-                "of creation. Create the groups in the same order, and as many, on all ranks (every rank calls "
-                "new_group for every group, its own or not), or take them from one DeviceMesh."
-            )
-        else:
-            yield "group", (
-                f"The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, "
-                "its column), fingerprint by role: `graph_fingerprint(graph_module, groups=\"role\")`. Else use the "
-                "same group on all ranks, and create the groups in the same order on all of them."
-            )
-    elif kind == "inputs":
-        yield "inputs", (
-            "The graphs take different inputs: check that all ranks have the same parameters and the same optional "
-            "arguments, that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is "
-            "dynamic on all ranks or on none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call."
-        )
-    elif kind == "outputs":
-        yield "outputs", (
-            "The graphs return different values: check that the same parameters need gradients on all ranks, that the "
-            "function returns the same on all, and that a compile cache or partitioner did not choose other tensors to "
-            "save for backward on some ranks."
-        )
-
-
-def _same_collectives(at: str) -> tuple[str, str]:
-    return "collectives", (
-        f"Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another for ever. "
-        "Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to "
-        "give), not under a condition that depends on the rank."
-    )
-
-
-def _graph_break(odd: str) -> tuple[str, str]:
-    return "break", (
-        f"One graph ends or begins where the other goes on: probably a graph break, or a function compiled separately, "
-        f"on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest; "
-        "`torch.compile(fullgraph=True)` turns a break into an error at its place."
-    )
+            yield "graph break"
+        if kind == "number of collectives" or any(node.is_collective for node in (difference.node, *difference.nodes)):
+            yield "collectives"
+        if kind != "number of collectives":
+            yield "operations"
 
 
 def _version_lines(versions: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -369,45 +386,72 @@ def _source_text(source: Source | None, with_code: bool = True) -> str:
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
+class Summary(NamedTuple):
+    """What is kept of a variant's graph: its size, whether its text was cut off, the ranks of its groups by name."""
+
+    nodes: int
+    collectives: int
+    is_cut: bool
+    groups: Mapping[str, Sequence[int]]
+
+
 class Report:
     """What differs between the variants of one graph.
 
     Attributes:
         variants: largest first; the first is the reference of all comparisons (if its text could be read).
-        graphs: the graph read from each variant's text, or None.
+        summaries: what was read from each variant's text; None if that holds no graph.
         comparisons: by index of the variant.
+        alike: indices of the variants that differ from the reference in the same places, together. The bodies are kept
+            only in the comparison of the first of them.
         differences: merged over the variants, in the order of the reference.
         advice: what to change, the most telling first.
     """
 
-    def __init__(self, variants: Iterable[Variant], graphs: Iterable[Graph | None], context: Context) -> None:
-        """`graphs` are those read from the variants' texts; see `explain`."""
+    def __init__(
+        self, variants: Iterable[Variant], graph_of: Callable[[Variant], Graph | None], context: Context
+    ) -> None:
+        """`graph_of` reads a variant's graph. One is held beside the reference's at a time: 64 take much memory."""
         self.context = context
-        both = sorted(
-            zip(variants, graphs, strict=True), key=lambda item: (-len(item[0].ranks), min(item[0].ranks, default=0))
-        )
-        self.variants = [variant for variant, _ in both]
-        self.graphs = [graph for _, graph in both]
-        self.reference = next((number for number, graph in enumerate(self.graphs) if graph is not None), 0)
+        self.variants = sorted(variants, key=lambda variant: (-len(variant.ranks), min(variant.ranks, default=0)))
+        self.summaries: list[Summary | None] = [None] * len(self.variants)
         self.comparisons: dict[int, Comparison] = {}
+        self.alike: dict[Any, list[int]] = {}
+        self.reference = 0
+        self.reference_graph: Graph | None = None
+        # Of each variant, the positions in the reference's bodies that it doesn't have.
+        self._lacks: dict[tuple[int, str], frozenset[int]] = {}
         cache: dict[int, Keys] = {}
-        reference = self.graphs[self.reference] if self.graphs else None
-        for number, graph in enumerate(self.graphs):
-            if number != self.reference and graph is not None and reference is not None:
-                self.comparisons[number] = compare(reference, graph, cache)
-        self._matched = {
-            (number, body.path): frozenset(i for i, _ in body.pairs).union(body.moved)
-            for number, comparison in self.comparisons.items()
-            for body in comparison.bodies
-        }
+        for number, variant in enumerate(self.variants):
+            graph = graph_of(variant)
+            if graph is None:
+                continue
+            self.summaries[number] = Summary(
+                len(graph.body.nodes), count_collectives(graph.body), graph.is_cut, group_ranks(graph.facts)
+            )
+            if self.reference_graph is None:
+                self.reference, self.reference_graph = number, graph
+            else:
+                self._keep(number, compare(self.reference_graph, graph, cache))
         self.differences = _merge(self.comparisons)
         self._complete()
         self.advice = _advice(self)
 
+    def _keep(self, number: int, comparison: Comparison) -> None:
+        for body in comparison.bodies:
+            matched = {i for i, _ in body.pairs}.union(body.moved)
+            lacking = frozenset(i for i in range(len(body.reference.nodes)) if i not in matched)
+            self._lacks[number, body.path] = lacking
+        pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
+        numbers = self.alike.setdefault(pattern, [])
+        numbers.append(number)
+        is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
+        self.comparisons[number] = comparison if is_shown else comparison._replace(bodies=[])
+
     def _complete(self) -> None:
         """Adds what needs all the variants: formulas of constants, ranks of groups."""
         groups: list[Sequence[int]] = [ranks for ranks, _ in self.context.groups]
-        groups += [ranks for graph in self.graphs if graph is not None for ranks in group_ranks(graph.facts).values()]
+        groups += [ranks for summary in self.summaries if summary is not None for ranks in summary.groups.values()]
         for difference in self.differences:
             if difference.kind == "constant":
                 difference.formula = recognise(self.value_of_rank(difference), groups)
@@ -418,8 +462,8 @@ class Report:
         sides = [(self.reference, difference.reference), *difference.values.items()]
         members = []
         for number, name in sides:
-            graph = self.graphs[number]
-            members.append(group_ranks(graph.facts).get(name.strip("'\"")) if graph is not None else None)
+            summary = self.summaries[number]
+            members.append(summary.groups.get(name.strip("'\"")) if summary is not None else None)
         if None not in members and len({tuple(ranks) for ranks in members if ranks is not None}) == 1:
             difference.what = f"name of the group ({difference.what}; same ranks)"
         texts = [
@@ -435,8 +479,9 @@ class Report:
             return difference.values.get(number, difference.reference)
         if difference.what in ("added", "inputs"):
             return difference.reference
-        matched = self._matched.get((number, difference.body), frozenset())
-        return difference.reference if difference.position in matched else None
+        # A nested body that was not compared is equal.
+        lacking = self._lacks.get((number, difference.body), frozenset())
+        return None if difference.position in lacking else difference.reference
 
     def value_of_rank(self, difference: Difference) -> dict[int, str]:
         """A difference's value on each rank whose graph has the node."""
@@ -464,8 +509,10 @@ class Report:
             for address in variant.hosts.values():
                 variants_of.setdefault(address.rpartition(":")[0], set()).add(number)
                 ranks += 1
-        return 1 < len(variants_of) < ranks and len(self.variants) > 1 and all(
-            len(numbers) == 1 for numbers in variants_of.values()
+        return (
+            1 < len(variants_of) < ranks
+            and len(self.variants) > 1
+            and all(len(numbers) == 1 for numbers in variants_of.values())
         )
 
     def name(self, number: int) -> str:
@@ -498,12 +545,12 @@ class Report:
     def notes(self) -> list[str]:
         """What the report lacks, and why."""
         notes = list(self.context.notes)
-        for number, (variant, graph) in enumerate(zip(self.variants, self.graphs, strict=True)):
+        for number, (variant, summary) in enumerate(zip(self.variants, self.summaries, strict=True)):
             who = f"{self.name(number)} ({format_ranks(variant.ranks)})"
-            if graph is None:
+            if summary is None:
                 why = "holds no graph that could be read" if variant.text else "is not there"
                 notes.append(f"the text of {who} {why}: not compared")
-            elif graph.is_cut:
+            elif summary.is_cut:
                 notes.append(f"the text of {who} is cut off: what is missing at its end may be there in fact")
             if variant.fingerprint.startswith("unhashable-"):
                 notes.append(f"the graph of {who} could not be hashed (see the warning there): it equals no other")
@@ -517,11 +564,10 @@ class Report:
 
     def describe_variant(self, number: int) -> str:
         """Size and fingerprint of a variant, and where its ranks run."""
-        variant, graph = self.variants[number], self.graphs[number]
+        variant, summary = self.variants[number], self.summaries[number]
         parts = []
-        if graph is not None:
-            collectives = number_of(count_collectives(graph.body), "collective")
-            parts.append(f"{number_of(len(graph.body.nodes), 'node')}, {collectives}")
+        if summary is not None:
+            parts.append(f"{number_of(summary.nodes, 'node')}, {number_of(summary.collectives, 'collective')}")
         if variant.fingerprint:
             parts.append(f"fingerprint {variant.fingerprint[:16]}{'…' if len(variant.fingerprint) > 16 else ''}")
         hosts = [variant.hosts[rank] for rank in sorted(variant.hosts)]
@@ -536,7 +582,7 @@ class Report:
 
     def position_on_line(self, difference: Difference) -> str:
         """Where on its group's line a collective that differs is, if the span is known."""
-        graph = self.graphs[self.reference]
+        graph = self.reference_graph
         collective = next((node for node in (difference.node, *difference.nodes) if node.is_collective), None)
         if graph is None or collective is None or collective.group is None or difference.body:
             return ""
@@ -551,7 +597,7 @@ class Report:
 
     def place(self, difference: Difference) -> str:
         """Node, position and operation of a difference."""
-        reference = self.graphs[self.reference]
+        reference = self.reference_graph
         total = len(reference.body.nodes) if reference is not None else 0
         body = f" of nested body `{difference.body}`" if difference.body else f" of {total:,}"
         if difference.kind == "graph":
@@ -579,12 +625,15 @@ class Report:
         if self.differences:
             follows = sum(difference.follows for difference in self.differences)
             also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
-            lines.append(f"What differs, in {number_of(len(self.differences), 'place')}{also}:")
+            places = sum(1 + len(difference.alike) for difference in self.differences)
+            lines.append(f"What differs, in {number_of(places, 'place')}{also}:")
         for number, difference in enumerate(self.differences[:MAX_TEXT_DIFFERENCES], 1):
             lines.append(f"  {number}. {difference.kind}: {self.place(difference)}, {difference.what}")
             if difference.source is not None:
                 lines.append(f"     {self.source_text(difference)}")
             lines.extend(f"     {line}" for line in self._value_lines(difference))
+            if difference.alike:
+                lines.append(f"     {self.alike_text(difference)}")
         if len(self.differences) > MAX_TEXT_DIFFERENCES:
             more = Counter(difference.kind for difference in self.differences[MAX_TEXT_DIFFERENCES:])
             kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
@@ -599,6 +648,11 @@ class Report:
             lines.extend(f"  {line}" for line in self.context.before)
         lines.extend(f"Note: {note}" for note in self.notes())
         return "\n".join(lines) + "\n"
+
+    def alike_text(self, difference: Difference) -> str:
+        """Where else it is the same."""
+        shown = ", ".join(map(str, difference.alike[:6])) + (" …" if len(difference.alike) > 6 else "")
+        return f"the same at {number_of(len(difference.alike), 'more place')}: node {shown}"
 
     def _value_lines(self, difference: Difference) -> list[str]:
         sides = self.sides(difference)
@@ -621,9 +675,7 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> Repo
         variants: one for each distinct fingerprint; a text that holds no graph is said to in the report.
         context: what is known beside the graphs.
     """
-    variants = list(variants)
-    graphs = [next(iter(parse(variant.text)), None) for variant in variants]
-    return Report(variants, graphs, context or Context())
+    return Report(variants, lambda variant: next(iter(parse(variant.text)), None), context or Context())
 
 
 # --- Jobs of the coordinator ------------------------------------------------------------------------------------------
@@ -708,9 +760,9 @@ class _RankFile(NamedTuple):
 def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextIO | None = None) -> int:
     """Compares the graphs in files of several ranks, one file a rank, and writes the reports to `out`.
 
-    A file's rank is the one it says itself (`# handshake: rank = 3`), else the last number in its name (`rank12.txt`),
-    else its place among the arguments. Its graphs are matched with the other ranks' in order; a rank may have some
-    that others lack.
+    A file's rank is the one it says itself (`# handshake: rank = 3`), else the number in its name (`rank12.txt`), else
+    its place among the arguments. Its graphs are matched with the other ranks' in order; a rank may have some that
+    others lack.
 
     Args:
         paths: two files or more.
@@ -718,33 +770,35 @@ def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextI
         out: by default the standard output.
 
     Returns:
-        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared (`out` says why).
+        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared (stderr says why).
     """
     out = sys.stdout if out is None else out
     try:
         files = _read_files(paths)
         reports, notes = _match_files(files)
     except _FileError as error:
-        print(f"error: {error}", file=out)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     differing = [report for report in reports if len(report.variants) > 1]
     ranks = format_ranks(file.rank for file in files)
-    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ" if len(reports) > 1 else ""
+    # One graph that all have needs no line above its report.
+    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
+    heading = heading if len(reports) > 1 or notes else ""
     if heading:
         print(heading, file=out)
     for note in notes:
         print(note, file=out)
     for report in differing[:MAX_TEXT_SLOTS]:
-        print(f"\n{report.text()}" if heading or notes else report.text(), end="", file=out)
+        print(f"\n{report.text()}" if heading else report.text(), end="", file=out)
     if len(differing) > MAX_TEXT_SLOTS:
         print(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)", file=out)
     if not differing and not notes:
         print(f"{ranks} have the same {number_of(len(reports), 'graph')}", file=out)
     if html_path is not None:
         try:
-            _write(html_path, page(differing or reports[:1], heading or " ", notes))
+            _write(html_path, page(differing or reports[:1], heading, notes))
         except OSError as error:
-            print(f"error: the page could not be written: {error}", file=out)
+            print(f"error: the page could not be written: {error}", file=sys.stderr)
             return 2
     return 1 if differing or notes else 0
 
@@ -772,7 +826,7 @@ def _read_file(path: str, number: int) -> _RankFile:
             data = file.read()
     except OSError as error:
         raise _FileError(f"{path} can't be read: {error.strerror or error}") from error
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     text = data.decode(encoding, "replace")
     if "\0" in text[:100_000]:
         raise _FileError(f"{path} is no text (it holds null bytes)")
@@ -782,8 +836,10 @@ def _read_file(path: str, number: int) -> _RankFile:
             f"{path} holds no graph: what is looked for is the text of GraphModule.print_readable(), or a log with "
             "`--- [BEGIN GRAPH MODULE: …] ---` lines"
         )
-    said = next((graph.facts["rank"] for graph in graphs if graph.facts.get("rank", "").isdigit()), None)
-    named = re.findall(r"\d+", os.path.splitext(os.path.basename(path))[0])
+    facts = (graph.facts.get("rank", "") for graph in graphs)
+    said = next((fact for fact in facts if re.fullmatch(r"[0-9]{1,9}", fact)), None)
+    name = os.path.splitext(os.path.basename(path))[0]
+    named = re.findall(r"rank\D?(\d{1,9})", name) or re.findall(r"\d{1,9}", name)
     rank = int(said if said is not None else named[-1] if named else number)
     return _RankFile(path, rank, graphs)
 
@@ -810,9 +866,7 @@ def _match_files(files: list[_RankFile]) -> tuple[list[Report], list[str]]:
     slots = [_Slot() for _ in reference.graphs]
     extra: dict[tuple[int, int], _Slot] = {}
     for file in files:
-        matched = _match_graphs(
-            reference.graphs, contents[reference.rank], file.graphs, contents[file.rank], cache
-        )
+        matched = _match_graphs(reference.graphs, contents[reference.rank], file.graphs, contents[file.rank], cache)
         pairs = {j: i for i, j in matched}
         if not pairs:
             raise _FileError(
@@ -904,8 +958,7 @@ def _slot_report(slot: _Slot, title: str, contents: Mapping[int, list[int]]) -> 
     for rank, (number, graph) in slot.graph_of.items():
         ranks_of.setdefault((contents[rank][number], graph.fingerprint), []).append(rank)
     variants = [Variant(tuple(ranks), fingerprint, "") for (_, fingerprint), ranks in ranks_of.items()]
-    graphs = [slot.graph_of[variant.ranks[0]][1] for variant in variants]
-    return Report(variants, graphs, Context(title=title))
+    return Report(variants, lambda variant: slot.graph_of[variant.ranks[0]][1], Context(title=title))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

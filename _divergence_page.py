@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if __package__:
     from ._align import align
+    from ._graph_diff import number_of
     from ._graph_text import Body, Node, Source
     from ._types import format_ranks
 else:
     from _align import align
+    from _graph_diff import number_of
     from _graph_text import Body, Node, Source
     from _types import format_ranks
 
@@ -36,13 +38,14 @@ MAX_COMPARISONS = 12
 MAX_ROWS = 400
 # Rows of the list of differences, and values of one difference that are shown before the rest is folded away.
 MAX_DIFFERENCES = 200
-MAX_VALUES = 6
+MAX_VALUES = 8
 # Variants up to which the table of constants has a column for each; for more it has a row for each.
 MAX_VARIANT_COLUMNS = 8
 MAX_CONSTANTS = 40
 # A line of a graph with more words than this is shown without marks on what changed.
 MAX_MARKED_WORDS = 400
 MAX_LINE_CHARACTERS = 2000
+MAX_VALUE_CHARACTERS = 400
 
 _WORD = re.compile(r"'(?:[^'\\]|\\.)*'|[A-Za-z_][\w.]*|-?\d[\w.]*|\s+|.")
 
@@ -66,6 +69,8 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; ver
   border-bottom: 1px solid var(--line); }
 .scroll th { position: sticky; top: 0; background: var(--panel); font-weight: 600; z-index: 1; }
 tr:last-child td { border-bottom: 0; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.constants td:first-child { white-space: nowrap; } .constants th { font-weight: 400; overflow-wrap: anywhere; }
+.constants td { overflow-wrap: anywhere; } td.number { width: 6rem; }
 .difference { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; margin: .6rem 0; }
 .badge { background: var(--badge); color: var(--badge-ink); border-radius: 1em; padding: .05rem .6rem;
   font-weight: 600; font-size: .85rem; white-space: nowrap; }
@@ -140,8 +145,8 @@ def _report(report: "Report") -> Iterator[str]:
 
 
 def _variants(report: "Report") -> Iterator[str]:
-    yield f"<h2>{len(report.variants)} variants, largest first</h2>"
-    rows = ["<tr><th></th><th>ranks</th><th>how many</th><th>graph</th></tr>"]
+    yield f"<h2>{number_of(len(report.variants), 'variant')}, largest first</h2>"
+    rows = ["<tr><th></th><th>ranks</th><th>number</th><th>graph</th></tr>"]
     for number, variant in enumerate(report.variants):
         reference = ' <span class="badge">reference</span>' if number == report.reference else ""
         rows.append(
@@ -159,7 +164,8 @@ def _constants(report: "Report") -> Iterator[str]:
     names = [f"{report.name(number)}: {format_ranks(report.variants[number].ranks, 4)}" for number in numbers]
     table = [["", *(_escape(name) for name in names), "formula"]]
     for difference in constants[:MAX_CONSTANTS]:
-        source = f'<br><span class="soft">{_escape(_place(difference.source))}</span>' if difference.source else ""
+        place = _short_place(difference.source) if difference.source else ""
+        source = f'<br><span class="soft">{_escape(place)}</span>'
         operation = difference.node.target.removeprefix("torch.ops.")
         what = f"{_escape(operation)}, {_escape(difference.what)}"
         head = f"<code>{_escape(difference.node.name)}</code> = {what}{source}"
@@ -179,14 +185,14 @@ def _constants(report: "Report") -> Iterator[str]:
     head_row, *rows = table
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     head = "".join(f"<th>{cell}</th>" for cell in head_row)
-    yield f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    yield f'<div class="scroll"><table class="constants"><tr>{head}</tr>{body}</table></div>'
 
 
 def _differences(report: "Report") -> Iterator[str]:
     if not report.differences:
         return
     shown = report.differences[:MAX_DIFFERENCES]
-    yield f"<h2>{len(report.differences):,} differences, in the order of the reference</h2>"
+    yield f"<h2>{number_of(len(report.differences), 'difference')}, in the order of the reference</h2>"
     if len(shown) < len(report.differences):
         yield f'<p class="soft">The first {MAX_DIFFERENCES} are shown (MAX_DIFFERENCES).</p>'
     for number, difference in enumerate(shown, 1):
@@ -202,7 +208,7 @@ def _difference(report: "Report", number: int, difference: "Difference") -> str:
         code = f" <code>{_escape(_cut(difference.source.code, 300))}</code>" if difference.source.code else ""
         parts.append(f'<div class="soft">{_escape(_place(difference.source))}{code}</div>')
     rows = [
-        f"<tr><td>{_escape(format_ranks(ranks, 4))}</td><td><code>{_escape(_cut(value, 400))}</code></td></tr>"
+        f"<tr><td>{_escape(format_ranks(ranks, 4))}</td><td>{_value(value)}</td></tr>"
         for ranks, value in report.sides(difference)
         if ranks
     ]
@@ -212,20 +218,23 @@ def _difference(report: "Report", number: int, difference: "Difference") -> str:
         parts.append(f"<details><summary>{len(rows) - MAX_VALUES} more values</summary>{rest}</details>")
     if difference.formula:
         parts.append(f'<div class="formula">= {_escape(difference.formula)}</div>')
+    if difference.alike:
+        parts.append(f'<div class="soft">{_escape(report.alike_text(difference))}</div>')
     if difference.follows:
         parts.append(f'<div class="soft">{difference.follows:,} further nodes differ as a consequence.</div>')
     return "".join([*parts, "</div>"])
 
 
 def _comparisons(report: "Report") -> Iterator[str]:
-    alike: dict[object, list[int]] = {}
-    for number, comparison in report.comparisons.items():
-        pattern = tuple((d.body, d.position, d.kind, d.what) for d in comparison.differences)
-        if pattern:
-            alike.setdefault(pattern, []).append(number)
+    # Of graphs that have nothing in common there is nothing to lay side by side.
+    alike = [
+        numbers
+        for numbers in report.alike.values()
+        if any(difference.kind != "graph" for difference in report.comparisons[numbers[0]].differences)
+    ]
     if alike:
         yield "<h2>Side by side</h2>"
-    for numbers in list(alike.values())[:MAX_COMPARISONS]:
+    for numbers in alike[:MAX_COMPARISONS]:
         first = numbers[0]
         sides = [f"{report.name(n)} ({format_ranks(report.variants[n].ranks, 4)})" for n in (report.reference, first)]
         yield f"<h3>{_escape(sides[0])} and {_escape(sides[1])}</h3>"
@@ -297,9 +306,7 @@ def _rows(comparison: "BodyComparison") -> list[_Row]:
     return rows
 
 
-def _line(
-    comparison: "BodyComparison", row: _Row, names: list[dict[str, int]], to_reference: dict[int, int]
-) -> str:
+def _line(comparison: "BodyComparison", row: _Row, names: list[dict[str, int]], to_reference: dict[int, int]) -> str:
     left = _node_line(comparison.reference, row.left)
     right = _node_line(comparison.other, row.right)
     if row.changed and row.left is not None and row.right is not None:
@@ -349,8 +356,20 @@ def _wide(style: str, text: str) -> str:
     return f'<tr class="{style}"><td colspan="4">{_escape(text)}</td></tr>'
 
 
+def _value(value: str) -> str:
+    """One side of a difference; a constant has no backquotes around it."""
+    value = _cut(value, MAX_VALUE_CHARACTERS)
+    return _with_code(value) if "`" in value or " " in value else f"<code>{_escape(value)}</code>"
+
+
 def _place(source: Source | None) -> str:
     return "" if source is None else source.place
+
+
+def _short_place(source: Source) -> str:
+    """The last two parts of the path: the whole of it is in the list of differences."""
+    parts = source.file.replace("\\", "/").split("/")
+    return f"{'/'.join(parts[-2:])}:{source.line}"
 
 
 def _list(items: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ else:
 MIN_COMMON_PART = 0.2
 
 # Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
-MAX_DIFFERENCES_PER_VARIANT = 500
+MAX_DIFFERENCES_PER_VARIANT = 1000
 
 # The side of a difference on which there is no such node.
 NOT_THERE = "not there"
@@ -53,6 +53,7 @@ class Difference:
         what: the part of the node that differs, such as `argument 1`.
         reference: the reference's side.
         values: the other side by variant's index, where it differs.
+        alike: positions of further nodes that differ in the same way in the same variants.
         nodes: of nodes missing or added: the run of them, the first ones.
         size: how many nodes that run has.
         follows: differences that are consequences of this one, most of any variant.
@@ -61,8 +62,8 @@ class Difference:
     """
 
     __slots__ = (
-        "at_end", "body", "follows", "formula", "kind", "node", "nodes", "position", "reference", "size", "values",
-        "what",
+        "alike", "at_end", "body", "follows", "formula", "kind", "node", "nodes", "position", "reference", "size",
+        "values", "what",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +89,7 @@ class Difference:
         self.follows = 0
         self.at_end = at_end
         self.formula = ""
+        self.alike: list[int] = []
 
     @property
     def source(self) -> Source | None:
@@ -172,10 +174,7 @@ def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
     anchors = align(a.strict, b.strict)
     pairs: list[tuple[int, int]] = []
     for start, stop, other_start, other_stop in gaps(anchors, len(a.strict), len(b.strict)):
-        weak = [
-            (start + i, other_start + j)
-            for i, j in align(a.weak[start:stop], b.weak[other_start:other_stop])
-        ]
+        weak = [(start + i, other_start + j) for i, j in align(a.weak[start:stop], b.weak[other_start:other_stop])]
         for low, high, other_low, other_high in gaps(
             [(i - start, j - other_start) for i, j in weak], stop - start, other_stop - other_start
         ):
@@ -188,9 +187,7 @@ def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
     return sorted(pairs + anchors)
 
 
-def gaps(
-    pairs: Iterable[tuple[int, int]], length: int, other_length: int
-) -> Iterator[tuple[int, int, int, int]]:
+def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop, other start, other stop) of what lies between the pairs, where neither side is empty."""
     i = j = 0
     for next_i, next_j in [*pairs, (length, other_length)]:
@@ -213,7 +210,7 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
     Args:
         reference: the graph to compare with; positions are its.
         other: another variant of it.
-        cache: keys of bodies by identity, for comparing many variants; whoever holds it must hold the graphs.
+        cache: the reference's keys, for comparing it with many variants; whoever holds it must hold the reference.
     """
     comparer = _Comparer(reference, other, cache)
     return Comparison(comparer.differences, comparer.bodies, comparer.dropped)
@@ -224,6 +221,7 @@ class _Comparer:
 
     def __init__(self, reference: Graph, other: Graph, cache: dict[int, Keys]) -> None:
         self._cache = cache
+        self._other_cache: dict[int, Keys] = {}
         self._facts = (reference.facts, other.facts)
         self._groups = (group_ranks(reference.facts), group_ranks(other.facts))
         self.differences: list[Difference] = []
@@ -233,12 +231,16 @@ class _Comparer:
         self._compare(reference.body, other.body, "")
         if self.common_part < MIN_COMMON_PART:
             both = (reference.body, other.body)
-            texts = [f"{len(body.nodes)} nodes, {count_collectives(body)} collectives" for body in both]
+            texts = [
+                f"{number_of(len(body.nodes), 'node')}, {number_of(count_collectives(body), 'collective')}"
+                for body in both
+            ]
             first = next((node for node in reference.body.nodes if node.user_source), reference.body.nodes[0])
-            self.differences = [Difference("graph", "", 0, first, "the whole graph", texts)]
+            self.differences = [Difference("graph", "", 0, first, "nothing in common", texts)]
+            self.dropped = 0
 
     def _compare(self, a: Body, b: Body, path: str) -> None:
-        a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._cache)
+        a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
         pairs = _align_bodies(a_keys, b_keys)
         to_b = dict(pairs)
         to_a = {j: i for i, j in pairs}
@@ -251,7 +253,7 @@ class _Comparer:
         self.bodies.append(comparison)
         if not path:
             operations = [sum(node.op != "placeholder" for node in body.nodes) for body in (a, b)]
-            matched = sum(a.nodes[i].op not in ("placeholder", "output") for i in to_b)
+            matched = sum(a.nodes[i].op == "call" and a.nodes[i].target == b.nodes[j].target for i, j in to_b.items())
             self.common_part = (matched + 1) / max(*operations, 1)
         first = len(self.differences)
         self._compare_order(comparison)
@@ -274,9 +276,7 @@ class _Comparer:
             places = (_collective_place(a, i), _collective_place(b, j))
             if places[0] == places[1]:
                 places = (f"{places[0]}, node {i}", f"{places[1]}, node {j}")
-            self._add(
-                Difference("order of collectives", comparison.path, i, a.nodes[i], "place in the order", places)
-            )
+            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], "place in the order", places))
             comparison.changed.add(i)
         if collectives:
             self.differences[-1].follows += len(moved) - len(collectives)
@@ -371,24 +371,36 @@ class _Comparer:
                 for facts, node in zip(self._facts, (a.nodes[i], b.nodes[j]), strict=True)
             )
             if bool(left) != bool(right):
-                node = a.nodes[i]._replace(user_source=_first_use(a, i))
-                sides = [f"changed in place by {side}" if side else "not changed" for side in (left, right)]
+                # The line where it is changed is on the side that does.
+                source = _first_uses(a if left else b).get(i if left else j)
+                node = a.nodes[i]._replace(user_source=source)
+                sides = [f"changed in place ({side})" if side else "not changed" for side in (left, right)]
                 self._add(Difference("inputs", "", i, node, "change in place", sides))
                 comparison.changed.add(i)
 
     def _compare_nodes(self, comparison: BodyComparison, to_b: dict[int, int], to_a: dict[int, int]) -> None:
         a, b = comparison.reference, comparison.other
+        a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
         tainted: dict[int, Difference | None] = {}  # nodes whose result differs in form, and the difference at the root
         sizes: set[tuple[str, str]] = set()  # pairs of sizes that were seen to differ
+        first_uses = _first_uses(a)
         reordered = set(comparison.moved)  # nodes at another place, and those that read another node for that
         order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
         for i in sorted(to_b):
             x, y = a.nodes[i], b.nodes[to_b[i]]
             inputs = [argument.producer for argument in x.arguments if argument.producer is not None]
+            other_inputs = [argument.producer for argument in y.arguments if argument.producer is not None]
+            if len(inputs) == 1 and inputs[0] in reordered:
+                reordered.add(i)  # hands on what it reads, as a wait does
+            if (
+                a_keys.strict[i] == b_keys.strict[to_b[i]]
+                and [to_b.get(p) for p in inputs] == other_inputs
+                and x.op != "get_attr"
+                and not x.is_collective
+            ):
+                continue
             cause = next((tainted[p] for p in inputs if p in tainted), None)
-            follows = any(p in tainted or p not in to_b for p in inputs) or any(
-                argument.producer is not None and argument.producer not in to_a for argument in y.arguments
-            )
+            follows = any(p in tainted or p not in to_b for p in inputs) or any(p not in to_a for p in other_inputs)
             found = self._fields(comparison, i, x, y, to_b, to_a)
             crossed = [
                 p
@@ -418,6 +430,8 @@ class _Comparer:
                 if root is not None and is_form and root.kind in ("shape", "op", "constant", "dtype"):
                     consequences += 1  # the strides of a tensor whose shape differs
                     continue
+                if x.op == "placeholder":
+                    difference.node = x._replace(user_source=first_uses.get(i))
                 self._add(difference)
                 comparison.changed.add(i)
                 root = root or difference
@@ -440,8 +454,6 @@ class _Comparer:
     ) -> list[tuple[Difference, bool]]:
         """The differences between two matched nodes; of each, whether it is one of the result's form."""
         path = comparison.path
-        if x.op == "placeholder":
-            x = x._replace(user_source=_first_use(comparison.reference, i))
         if x.op != y.op or (x.op == "call" and x.target != y.target):
             difference = Difference("op", path, i, x, "operation", (x.target, y.target))
             form = (x.dtype, x.shape, x.stride, x.device) != (y.dtype, y.shape, y.stride, y.device)
@@ -478,7 +490,7 @@ class _Comparer:
     ) -> None:
         nested, other = _nested(x, comparison.reference), _nested(y, comparison.other)
         if nested is not None and other is not None:
-            if node_keys(nested, self._cache).content != node_keys(other, self._cache).content:
+            if node_keys(nested, self._cache).content != node_keys(other, self._other_cache).content:
                 self._compare(nested, other, f"{comparison.path}.{x.target}" if comparison.path else x.target)
                 comparison.changed.add(i)
         elif (nested is None) != (other is None):
@@ -488,8 +500,7 @@ class _Comparer:
             found.append((Difference("nested body", comparison.path, i, x, "nested body", sides), False))
         else:
             values = [
-                _constant_fact(facts, comparison.path, node)
-                for facts, node in zip(self._facts, (x, y), strict=True)
+                _constant_fact(facts, comparison.path, node) for facts, node in zip(self._facts, (x, y), strict=True)
             ]
             if values[0] and values[1] and values[0] != values[1]:
                 shown = [_DIGEST.sub("", value) for value in values]
@@ -506,6 +517,7 @@ class _Comparer:
         to_a: dict[int, int],
         found: list[tuple[Difference, bool]],
     ) -> None:
+        a, b = comparison.reference, comparison.other
         lefts = [(argument.text, argument.producer) for argument in x.arguments]
         rights = [(argument.text, argument.producer) for argument in y.arguments]
         if [text if p is None else to_b.get(p, -1) for text, p in lefts] == [
@@ -528,15 +540,23 @@ class _Comparer:
         ]
         if sides[0] == sides[1]:
             sides = [clip(x.line), clip(y.line)]
-        found.append((Difference("outputs", comparison.path, i, x, "outputs", sides), False))
+        # The line of a value that only one side returns, else of the first one.
+        first = next((a.nodes[p] for _, p in lefts if p is not None and p not in other_mapped), None)
+        first = first or next((b.nodes[p] for _, p in rights if p is not None and p not in mapped), None)
+        first = first or next((a.nodes[p] for _, p in lefts if p is not None), x)
+        node = x._replace(user_source=first.user_source)
+        found.append((Difference("outputs", comparison.path, i, node, "outputs", sides), False))
 
 
-def _first_use(body: Body, position: int) -> Source | None:
-    """The source line of the first node that reads this one."""
-    for node in body.nodes[position + 1 :]:
-        if node.user_source is not None and any(argument.producer == position for argument in node.arguments):
-            return node.user_source
-    return None
+def _first_uses(body: Body) -> dict[int, Source]:
+    """The source line of the first node that reads a node, by the position of that."""
+    uses: dict[int, Source] = {}
+    for node in body.nodes:
+        if node.user_source is not None:
+            for argument in node.arguments:
+                if argument.producer is not None:
+                    uses.setdefault(argument.producer, node.user_source)
+    return uses
 
 
 def _arguments(

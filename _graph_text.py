@@ -21,6 +21,7 @@ collected in `Graph.facts`.
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ _NO_SOURCE = "No stacktrace found for following nodes"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _DEVICE_INDEX = re.compile(r"(device\(type='\w+'), index=\d+\)")
+_ANNOTATED_DEVICE = re.compile(r"(\](?:cuda|xpu|xla|tpu|jax|mps|hpu|npu|cpu|privateuseone)):\d+(?=[\"),])")
 _DEVICE_STRING = re.compile(r"^(cuda|xpu|xla|tpu|jax|mps|hpu|npu|privateuseone):\d+$")
 _TENSOR = re.compile(r"^(?:(\w+)\()?([a-z]+\d*\w*)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]+)?(?::\d+)?(?:,? ?(.*)\))?$")
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[A-Za-z_][\w.]*|\d[\w.+-]*|\S")
@@ -180,11 +182,14 @@ def parse(text: str) -> list[Graph]:
     """The graphs in `text`, in order; empty if there is none."""
     if "\x1b" in text:
         text = _ANSI.sub("", text)
-    return [
-        graph
-        for fingerprint, first_line, lines, ended in _blocks(text.splitlines())
-        if (graph := _Reader(fingerprint, first_line, lines, ended).graph()) is not None
-    ]
+    text = _ANNOTATED_DEVICE.sub(r"\1", text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `ast` warns about escapes and comparisons in what it parses
+        return [
+            graph
+            for fingerprint, first_line, lines, ended in _blocks(text.splitlines())
+            if (graph := _Reader(fingerprint, first_line, lines, ended).graph()) is not None
+        ]
 
 
 def group_ranks(facts: Mapping[str, str]) -> dict[str, list[int]]:
@@ -335,7 +340,7 @@ class _Reader:
         if _DEF.match(stripped):
             if not self._open or self._open[-1][1].nodes:
                 self._open_body("", indentation - 1)
-            return self._read_signature(number, stripped)
+            return self._read_signature(number, stripped) if self._open else 1
         if stripped.startswith('"""'):  # a node's whole meta data (FX_GRAPH_SHOW_META)
             return 1 + next(
                 (k for k, other in enumerate(self._lines[number + 1 :], 1) if other.strip().startswith('"""')), 0
@@ -369,7 +374,7 @@ class _Reader:
         elif self._root is None:
             self._root = body
         else:
-            return
+            return  # a second graph, where one ends: not this one's
         self._open.append((indentation, body))
         self._positions = {}
         self._source = self._user_source = None

@@ -1,0 +1,783 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said about ranks whose graphs differ. Pairs of graphs are traced by torch here, each rank in its turn."""
+
+import io
+import json
+import random
+import re
+import time
+from html.parser import HTMLParser
+from typing import NamedTuple
+
+import pytest
+from layout import TESTS, load
+
+_divergence = load("_divergence")
+_graph_diff = load("_graph_diff")
+_graph_text = load("_graph_text")
+
+Variant, Context, explain = _divergence.Variant, _divergence.Context, _divergence.explain
+VOCABULARY = [(TESTS / "data" / "vocabulary" / f"rank{rank}.txt").read_text() for rank in range(4)]
+
+
+def report_of(texts, context=None):
+    """`texts` by rank; ranks with the same text have one variant, but for the line that says which rank it is."""
+    ranks_of = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(re.sub(r"# handshake: rank = \d+\n", "", text), []).append(rank)
+    variants = [
+        Variant(
+            tuple(ranks), f"{number:032x}", texts[ranks[0]], {rank: f"node{rank // 2}:{rank + 100}" for rank in ranks}
+        )
+        for number, ranks in enumerate(ranks_of.values())
+    ]
+    return explain(variants, context)
+
+
+# --- Real pairs of graphs, a kind of difference each ---
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as funcol  # noqa: E402
+from graph_workers import world  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+_graph = load("_graph")
+ALL = [0, 1, 2, 3]
+
+
+def reduce(x, group=None):
+    return funcol.all_reduce(x, "sum", ALL if group is None else group)
+
+
+class TracedError(Exception):
+    """Ends the compilation as soon as the first graph is known."""
+
+
+def text_of(rank, make, inputs, stage="aot"):
+    """The text of the first graph that `rank` of a world of four compiles of `make(rank)`."""
+    texts = []
+
+    def keep(graph_module, example_inputs):
+        texts.append(_graph.graph_text(graph_module))
+        raise TracedError
+
+    with world(rank):
+        torch._dynamo.reset()
+        try:
+            torch.compile(make(rank), backend=keep if stage == "dynamo" else aot_autograd(fw_compiler=keep))(*inputs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, TracedError):
+                raise
+    return texts[0]
+
+
+class Case(NamedTuple):
+    make: object
+    kind: str
+    expected: list  # what a person needs to find in the report
+    inputs: object = lambda rank: [torch.ones(8, 4)]
+    stage: str = "aot"
+    places: int = 1  # differences that are reported
+
+
+def case_constant(rank):
+    # The scale comes from a setting that is not the same on rank 3.
+    scale = 0.25 if rank == 3 else 0.125
+
+    def function(x):
+        return reduce(x * scale) + 1
+
+    return function
+
+
+def case_op(rank):
+    def function(x):
+        y = torch.tanh(x) if rank == 3 else torch.relu(x)
+        return reduce(y)
+
+    return function
+
+
+def case_added(rank):
+    def function(x):
+        x = x.sin()
+        if rank == 3:
+            x = x.clamp(-1, 1)
+        return reduce(x.cos()).exp()
+
+    return function
+
+
+def case_missing(rank):
+    def function(x):
+        x = x.sin()
+        if rank != 3:
+            x = x.clamp(-1, 1)
+        return reduce(x.cos()).exp()
+
+    return function
+
+
+def case_dtype(rank):
+    def function(x):
+        return reduce(x.to(torch.float16 if rank == 3 else torch.bfloat16).sin()).cos()
+
+    return function
+
+
+def case_plain(rank):
+    def function(x):
+        return reduce((x.sin() * 2).reshape(-1)).cos()
+
+    return function
+
+
+def case_group_name(rank):
+    # Rank 3 has made a group of its own before, so the names are counted from another number.
+    if rank == 3:
+        dist.new_group([3])
+    group = dist.new_group(ALL)
+
+    def function(x):
+        return reduce(x.sin(), group)
+
+    return function
+
+
+def case_group_ranks(rank):
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def function(x):
+        return funcol.all_reduce(x.sin(), "sum", rows[rank // 2])
+
+    return function
+
+
+def case_order(rank):
+    def function(x, y):
+        x, y = x.sin(), y.sin()
+        if rank == 3:
+            y = funcol.all_reduce(y, "sum", ALL)
+            x = funcol.all_reduce(x, "sum", ALL)
+        else:
+            x = funcol.all_reduce(x, "sum", ALL)
+            y = funcol.all_reduce(y, "sum", ALL)
+        return x, y
+
+    return function
+
+
+def case_collective_count(rank):
+    def function(x):
+        x = reduce(x.sin())
+        if rank == 3:
+            x = x / reduce(x.abs().max())
+        return x.exp().cos()
+
+    return function
+
+
+def case_graph_break(rank):
+    def function(x):
+        x = reduce(x.sin())
+        if rank == 3:
+            torch._dynamo.graph_break()
+        return reduce(x.cos()).exp()
+
+    return function
+
+
+def case_input(rank):
+    def function(x, bias):
+        x = x.sin()
+        return reduce(x + bias if rank == 3 else x)
+
+    return function
+
+
+def case_changed_input(rank):
+    def function(x):
+        if rank == 3:
+            x.add_(1)
+        return funcol.all_reduce(x.sin(), "sum", ALL)
+
+    return function
+
+
+def case_output(rank):
+    def function(x):
+        y = x.sin()
+        z = reduce(y.cos())
+        return z if rank == 3 else (z, y)
+
+    return function
+
+
+def case_nested(rank):
+    def block(x):
+        return (x * (rank + 2)).sin()
+
+    def function(x):
+        return reduce(checkpoint(block, x, use_reentrant=False))
+
+    return function
+
+
+def case_tensor_constant(rank):
+    def function(x):
+        return reduce(x * torch.tensor([1.0, 2.0, 3.0, 4.0 + rank // 3]))
+
+    return function
+
+
+def case_nothing_in_common(rank):
+    def first(x):
+        return reduce(x.sin().cos().exp().tanh()).abs().sqrt().log()
+
+    def second(x):
+        return torch.cat([x, x]).relu().sigmoid().cumsum(0).argmax().add(1).mul(2).to(torch.float32)
+
+    return second if rank == 3 else first
+
+
+def transposed(rank):
+    return [torch.ones(4, 8).t() if rank == 3 else torch.ones(8, 4)]
+
+
+CASES = {
+    "constant": Case(
+        case_constant, "constant", ["argument 1", "0.125", "rank 3: 0.25", "reduce(x * scale) + 1", "equal on all"]
+    ),
+    "op": Case(case_op, "op", ["relu", "rank 3: torch.ops.aten.tanh", "y = torch.tanh(x) if rank == 3", "branch"]),
+    "added node": Case(
+        case_added, "added node", ["before node 2 of", "ranks 0-2: not there", "aten.clamp", "x = x.clamp(-1, 1)"]
+    ),
+    "missing node": Case(
+        case_missing, "missing node", ["node 2 of", "rank 3: not there", "x = x.clamp(-1, 1)", "branch on the rank"]
+    ),
+    "dtype": Case(case_dtype, "dtype", ["ranks 0-2: torch.bfloat16", "rank 3: torch.float16", "autocast"]),
+    "shape": Case(
+        case_plain,
+        "shape",
+        ["first used in", "ranks 0-2: [8, 4]", "rank 3: [6, 4]", "Pad", "mark_dynamic", "as a consequence"],
+        lambda rank: [torch.ones(6 if rank == 3 else 8, 4)],
+    ),
+    "stride": Case(case_plain, "stride", ["[4, 1]", "rank 3: [1, 8]", ".contiguous()"], transposed, places=2),
+    "group created under another name": Case(
+        case_group_name, "group", ["same ranks", "'1' = ranks 0-3", "'2' = ranks 0-3", "same order"]
+    ),
+    "group of other ranks": Case(
+        case_group_ranks, "group", ["= ranks 0-1", "= ranks 2-3", 'groups="role"', "all_reduce(x.sin(), \"sum\", rows"]
+    ),
+    "order of collectives": Case(
+        case_order,
+        "order of collectives",
+        ["ranks 0-2: collective 0 of", "rank 3: collective 1 of", "fixed order", "x = funcol.all_reduce(x"],
+        lambda rank: [torch.ones(8, 4), torch.ones(3)],
+    ),
+    "order of collectives of one shape": Case(
+        case_order,
+        "order of collectives",
+        ["ranks 0-2: ", "rank 3: ", "fixed order"],
+        lambda rank: [torch.ones(8, 4), torch.ones(8, 4)],
+    ),
+    "number of collectives": Case(
+        case_collective_count,
+        "number of collectives",
+        ["ranks 0-2: not there", "1 collective among them", "x = x / reduce(x.abs().max())", "all members of"],
+    ),
+    "graph break": Case(
+        case_graph_break,
+        "number of collectives",
+        ["rank 3: not there", "graph break", "TORCH_LOGS=graph_breaks", "return reduce(x.cos()).exp()"],
+    ),
+    "inputs": Case(
+        case_input,
+        "inputs",
+        ["ranks 0-2: 1 input", "rank 3: 2 inputs, only here: `arg1_1` f32[4]", "take different inputs"],
+        lambda rank: [torch.ones(8, 4), torch.ones(4)],
+        places=2,
+    ),
+    "input changed in place": Case(
+        case_changed_input,
+        "inputs",
+        ["ranks 0-2: not changed", "rank 3: changed in place", "x.add_(1)", "work on a copy"],
+        places=2,
+    ),
+    "outputs": Case(case_output, "outputs", ["2 outputs, only here: `sin`", "rank 3: 1 output", "gradients"]),
+    "nested body": Case(
+        case_nested, "constant", ["nested body `wrap_body_0`", "ranks 0-2: 2", "rank 3: 5", "return (x * (rank + 2))"],
+        lambda rank: [torch.ones(8, 4, requires_grad=True)], "dynamo",
+    ),
+    "tensor constant": Case(
+        case_tensor_constant, "tensor constant", ["[1.0, 2.0, 3.0, 4.0]", "rank 3: ", "5.0]", "register_buffer"]
+    ),
+    "nothing in common": Case(case_nothing_in_common, "graph", ["nothing in common", "11 nodes, 1 collective"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_real_pair_of_ranks_that_differ_in_one_kind(name):
+    case = CASES[name]
+    # Rank 2 stands for the ranks 0 to 2, but where ranks differ by nature.
+    usual = text_of(0, case.make, case.inputs(0), case.stage)
+    odd = text_of(3, case.make, case.inputs(3), case.stage)
+    report = report_of([usual, usual, usual, odd])
+    assert len(report.variants) == 2
+    text = report.text()
+    assert case.kind in [difference.kind for difference in report.differences], text
+    assert len(report.differences) == case.places, text
+    flat = " ".join(text.split())
+    assert [words for words in case.expected if words not in flat] == [], text
+    assert "test_divergence.py" in text
+    assert "site-packages/torch" not in text
+    assert len(text.splitlines()) < 45
+    assert_page_is_self_contained(report.html())
+
+
+def test_equal_programs_have_no_differences():
+    text = text_of(0, case_plain, [torch.ones(8, 4)])
+    report = explain([Variant((0,), "a", text), Variant((1,), "b", text)])
+    assert report.differences == []
+    assert "texts of the graphs are the same" in " ".join(report.text().split())
+
+
+# --- Variants, constants, context ---
+
+
+def test_vocabulary_bounds_are_recognised_as_shard_offsets():
+    report = report_of(VOCABULARY)
+    text = " ".join(report.text().split())
+    assert [difference.formula for difference in report.differences] == [
+        "18992 · rank",
+        "18992 · (rank + 1)",
+        "18992 · rank",
+    ]
+    assert "rank 2: 37984" in text
+    assert "/home/user/model/vocab_parallel_embedding.py:14 in forward: mask = (tokens >= self.start)" in text
+    assert "register_buffer" in text and "tensor inputs" in text and "one graph" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "formula"),
+    [
+        ({0: "0", 1: "18992"}, [], "18992 · rank"),
+        ({0: "18992", 1: "37984"}, [], "18992 · (rank + 1)"),
+        ({3: "56976", 1: "18992", 7: "132944"}, [], "18992 · rank"),
+        ({0: "-64", 1: "0", 2: "64"}, [], "64 · (rank - 1)"),
+        ({0: "7", 1: "107", 2: "207"}, [], "100 · rank + 7"),
+        ({0: "0.5", 1: "1.0", 2: "1.5"}, [], "0.5 · (rank + 1)"),
+        ({0: "0.1", 1: "0.2", 2: "0.30000000000000004"}, [], "0.1 · (rank + 1)"),
+        ({0: "9007199254740993", 1: "9007199254740994", 2: "9007199254740995"}, [], "rank + 9007199254740993"),
+        ({0: "2", 1: "3", 2: "4"}, [], "rank + 2"),
+        ({0: "0", 1: "64", 2: "0", 3: "64"}, [], "64 · (rank % 2)"),
+        ({0: "0", 1: "0", 2: "64", 3: "64"}, [], "64 · (rank // 2)"),
+        ({0: "0", 3: "64", 5: "128"}, [(0, 3, 5)], "64 · (rank in its group of 3)"),
+        ({0: "0", 3: "64", 1: "0", 4: "64"}, [(0, 3), (1, 4)], "64 · (rank in its group of 2)"),
+        # No formula: two points with any line through them, one that is off, no numbers, all equal.
+        ({0: "3", 1: "10"}, [], ""),
+        ({0: "0", 1: "1"}, [], ""),
+        ({0: "0", 1: "10", 2: "20", 3: "31"}, [], ""),
+        ({0: "True", 1: "False", 2: "True"}, [], ""),
+        ({0: "'a'", 1: "'b'"}, [], ""),
+        ({0: "5", 1: "5", 2: "5"}, [], ""),
+        ({0: "5"}, [], ""),
+    ],
+)
+def test_recognise(values, groups, formula):
+    assert _divergence.recognise(values, groups) == formula
+
+
+def test_the_largest_variant_is_the_reference_whichever_ranks_have_it():
+    changed = VOCABULARY[0].replace("ge.Scalar", "gt.Scalar")
+    report = report_of([changed, *[VOCABULARY[0]] * 6])
+    assert report.variants[0].ranks == (1, 2, 3, 4, 5, 6)
+    text = report.text()
+    assert "A  ranks 1-6" in text and "B  rank 0" in text
+    assert "ranks 1-6: torch.ops.aten.ge.Scalar" in text and "rank 0: torch.ops.aten.gt.Scalar" in text
+    # Of equals, the one with the lowest rank.
+    assert report_of([changed, VOCABULARY[0]]).variants[0].ranks == (0,)
+
+
+def test_an_inserted_node_is_one_difference():
+    text = (
+        VOCABULARY[0]
+        .replace(
+            '        mul: "i64', '        abs_1: "i64[16][1]meta" = torch.ops.aten.abs.default(sub)\n        mul: "i64'
+        )
+        .replace("mul.Tensor(sub, ", "mul.Tensor(abs_1, ")
+    )
+    (difference,) = report_of([VOCABULARY[0], text]).differences
+    assert (difference.kind, difference.position) == ("added node", 6)
+
+
+def test_a_change_in_every_layer_is_reported_once():
+    text = big_text(40)
+    report = report_of([text, text.replace("4096, 1024]", "4096, 2048]")])
+    first, *others = report.differences
+    assert (first.kind, len(first.alike), others) == ("shape", 159, [])
+    assert "the same at 159 more places" in report.text()
+
+
+def test_the_context_is_in_the_report():
+    context = Context(
+        groups=(((0, 1, 2, 3), (12, 13)),),
+        before=("[11, 12) on ranks 0-3: fat",),
+        reason="fingerprints of ranks 0 and 1 differ",
+        notes=("8 variants more were not sent (MAX_VARIANTS=64)",),
+        versions={0: {"torch": "2.13.0"}, 1: {"torch": "2.13.0"}, 2: {"torch": "2.12.1"}, 3: {"torch": "2.13.0"}},
+        title="graph 7",
+    )
+    removed = re.sub(r".*_c10d_functional.*\n", "", VOCABULARY[3]).replace(
+        "return (wait_tensor,)", "return (masked_fill,)"
+    )
+    report = report_of([*[VOCABULARY[0]] * 3, removed], context)
+    for shown in (report.text(), report.html()):
+        for words in (
+            "ranks 0-3: collectives [12, 13)",
+            "[11, 12) on ranks 0-3: fat",
+            "fingerprints of ranks 0 and 1 differ",
+            "MAX_VARIANTS=64",
+            "torch: 2.13.0 on ranks 0-1, 3, 2.12.1 on rank 2",
+            "graph 7",
+            "position 12 on the line of ranks 0-3",
+            "node1:103",
+            "same ones everywhere",
+        ):
+            assert words in shown, words
+
+
+def test_variants_that_follow_the_hosts_point_at_the_hosts():
+    report = report_of([*[VOCABULARY[0]] * 2, *[VOCABULARY[0].replace("ge.Scalar", "gt.Scalar")] * 2])
+    assert "The variants follow the hosts" in report.text()
+    report = report_of([VOCABULARY[0], *[VOCABULARY[0].replace("ge.Scalar", "gt.Scalar")] * 3])
+    assert "The variants follow the hosts" not in report.text()
+
+
+def test_a_variant_without_the_node_is_no_side_of_its_constant():
+    without = VOCABULARY[3].replace(", 56976)\n        lt", ", 0)\n        lt")
+    without = re.sub(r".*aten\.sub\.Tensor.*\n", "", without).replace("mul.Tensor(sub,", "mul.Tensor(arg0_1,")
+    report = report_of([*VOCABULARY[:3], without])
+    sub = next(difference for difference in report.differences if difference.node.name == "sub" and difference.formula)
+    assert ((3,), "not there") in report.sides(sub)
+    assert sub.formula == "18992 · rank"
+
+
+def test_graphs_that_cannot_be_read_are_named_and_the_rest_is_compared():
+    report = explain(
+        [
+            Variant((0, 1), "a", "no graph"),
+            Variant((2,), "b", VOCABULARY[2]),
+            Variant((3,), "unhashable-c", VOCABULARY[3][:900]),
+            Variant((4,), "d", ""),
+        ]
+    )
+    text = report.text()
+    assert "the text of A (ranks 0-1) holds no graph" in text
+    assert "the text of C (rank 3) is cut off" in text
+    assert "the graph of C (rank 3) could not be hashed" in text
+    assert "the text of D (rank 4) is not there" in text
+    assert report.differences
+
+
+# --- Size ---
+
+
+def big_text(layers, rank=0, extra_layer=None):
+    """A graph of `layers` times 18 nodes, in the form in which torch prints it."""
+    weights = ", ".join(f'w{number}: "bf16[4096, 1024][1024, 1]cuda:{rank}"' for number in range(4 * layers))
+    lines = [
+        "class <lambda>(torch.nn.Module):",
+        f'    def forward(self, x: "bf16[8, 4096][4096, 1]cuda:{rank}", {weights}):',
+    ]
+    last = "x"
+
+    def add(operation, arguments, line):
+        nonlocal last
+        name = f"n{len(lines)}"
+        lines.append(f"        # File: /home/user/model/layers.py:{line} in forward, code: x = step_{line}(x)")
+        lines.append(f'        {name}: "bf16[8, 4096][4096, 1]cuda:{rank}" = torch.ops.{operation}({last}{arguments})')
+        last = name
+
+    add("aten.ge.Scalar", f", {18992 * rank}", 3)
+    for layer in range(layers):
+        for k in range(4):
+            add("aten.mm.default", f", w{4 * layer + k}", 10 + k)
+            add("aten.mul.Tensor", ", 0.5", 20 + k)
+            add("aten.relu.default", "", 30 + k)
+        if layer == extra_layer:
+            add("aten.clamp.default", ", -1, 1", 99)
+        add("_c10d_functional.all_reduce.default", ", 'sum', '0'", 40)
+        add("_c10d_functional.wait_tensor.default", "", 40)
+    return "\n".join([*lines, f"        return ({last},)", ""])
+
+
+def test_64_variants_of_a_large_graph_are_told_in_a_screen_or_two():
+    texts = [big_text(20, rank, extra_layer=7 if rank == 50 else None) for rank in range(64)]
+    report = report_of(texts)
+    text = report.text()
+    assert "= 18992 · rank" in text and "before node" in text and "rank 50: `n" in text
+    assert len(text.splitlines()) < 60
+    page = report.html()
+    assert_page_is_self_contained(page)
+    assert len(page) < 200_000
+    # One comparison for all that differ in the constant alone, and one for rank 50.
+    assert page.count('<table class="graphs">') == 2
+    assert "ranks 2-49, 51-63" in page
+
+
+def test_a_large_graph_with_one_added_node_and_one_without_any_common_node_take_bounded_time():
+    text = big_text(280)  # 5,042 nodes
+    start = time.perf_counter()
+    report = report_of([text, big_text(280, extra_layer=100)])
+    assert [difference.kind for difference in report.differences] == ["added node"]
+    report_of([text, text.replace("aten", "other").replace("4096", "77")]).html()
+    assert time.perf_counter() - start < 10
+
+
+def test_bounds_that_bite_are_named():
+    text = big_text(280)
+    other = re.sub(r'w(\d+): "bf16\[4096', lambda match: f'w{match[1]}: "bf16[{5000 + int(match[1])}', text)
+    report = report_of([text, other])
+    assert "MAX_DIFFERENCES_PER_VARIANT=1000" in report.text()
+    assert "MAX_DIFFERENCES" in report.html() and "MAX_ROWS" in report.html()
+    assert len(report.text().splitlines()) < 70
+
+
+# --- The page ---
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.open, self.attributes = set(), [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in ("meta", "br", "hr", "col"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def assert_page_is_self_contained(page):
+    parsed = _Page()
+    parsed.feed(page)
+    assert parsed.open == []
+    assert not parsed.tags & {"script", "link", "img", "iframe", "object", "svg"}
+    assert all(name in ("lang", "charset", "name", "content", "class", "colspan", "id") or (
+        name == "href" and value.startswith("#")
+    ) for name, value in parsed.attributes), parsed.attributes  # fmt: skip
+    assert "http" not in page and "url(" not in page and "@import" not in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_page_escapes_whatever_is_in_graphs_and_logs():
+    evil = "</td><script>alert(1)</script><b onclick='x'>&"
+    texts = [
+        text.replace("self.start", evil).replace("'sum'", f"'{side}<script>'").replace("vocab_parallel", "<script>")
+        for side, text in enumerate(VOCABULARY[:2])
+    ]
+    context = Context(
+        before=(evil,), reason=evil, notes=(evil,), title=evil, versions={0: {evil: evil}, 1: {evil: "2"}}
+    )
+    variants = [Variant((rank,), evil, text, {rank: evil}) for rank, text in enumerate(texts)]
+    page = explain(variants, context).html()
+    assert_page_is_self_contained(page)
+    assert "onclick='x'" not in page
+
+
+def test_the_page_marks_what_changed_within_a_line():
+    page = report_of(VOCABULARY).html()
+    assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>0</mark>)" in page
+    assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>18992</mark>)" in page
+
+
+# --- Jobs of the coordinator ---
+
+
+def run_job(tmp_path, variants, context=None):
+    job = {
+        "variants": variants,
+        "context": context or {},
+        "out_text": str(tmp_path / "report.txt"),
+        "out_html": str(tmp_path / "report.html"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    _divergence.run_job(str(tmp_path / "job.json"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "report.html", "report.txt"]
+    return (tmp_path / "report.txt").read_text(), (tmp_path / "report.html").read_text()
+
+
+def test_a_job_gives_a_text_and_a_page(tmp_path):
+    variants = [
+        {
+            "ranks": [rank],
+            "fingerprint": f"{rank:032x}",
+            "text": VOCABULARY[rank],
+            "hosts": {str(rank): f"node0:{rank}"},
+        }
+        for rank in range(4)
+    ]
+    context = {
+        "groups": [{"ranks": [0, 1, 2, 3], "span": [5, 6]}],
+        "reason": "why",
+        "versions": {"0": {"torch": "2.13"}},
+    }
+    text, page = run_job(tmp_path, variants, context)
+    assert "18992 · rank" in text and "collectives [5, 6)" in text and "node0:3" in text
+    assert "18992 · rank" in page
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "\0\ud800", "class GraphModule(torch.nn.Module):\n    def forward(", "x" * 10**6]
+)
+def test_a_job_with_a_strange_graph_says_so_in_the_report(tmp_path, text):
+    variants = [{"ranks": [0], "text": VOCABULARY[0]}, {"ranks": [2, 1], "fingerprint": "f", "text": text}]
+    report, page = run_job(tmp_path, variants)
+    assert "ranks 1-2" in report and "not compared" in report and "not compared" in page
+
+
+def test_a_failure_of_the_comparison_still_names_the_ranks(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(_divergence, "compare", fail)
+    variants = [{"ranks": [rank], "text": VOCABULARY[rank]} for rank in (0, 1)]
+    report, _ = run_job(tmp_path, variants)
+    assert "ranks 0-1" in report and "could not be compared: ZeroDivisionError: oops" in report
+
+
+@pytest.mark.parametrize("job", ["[]", "{}", '{"variants": 3}', '{"variants": [{}]}', "{"])
+def test_a_file_that_is_no_job_is_refused(tmp_path, job, capsys):
+    (tmp_path / "job.json").write_text(job)
+    with pytest.raises(ValueError):
+        _divergence.run_job(str(tmp_path / "job.json"))
+    assert _divergence.main(["--job", str(tmp_path / "job.json")]) == 2
+
+
+# --- Files ---
+
+
+def explain_files(tmp_path, files, html=None):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    out = io.StringIO()
+    status = _divergence.explain_files([str(tmp_path / name) for name in files], html, out)
+    return status, out.getvalue()
+
+
+def log_of(*texts):
+    lines = ["starting"]
+    for number, text in enumerate(texts):
+        begin, end = (f"--- [{word} GRAPH MODULE: {number:032x}] ---" for word in ("BEGIN", "END"))
+        lines += ["Handshake failed for graph module:", begin, *text.splitlines(), end, f"step {number}"]
+    return "\n".join(f"W1130 03:22:11.{number} 7 file.py:12] {line}" for number, line in enumerate(lines))
+
+
+def without_rank(text):
+    return re.sub(r"# handshake: rank = \d+\n", "", text)
+
+
+def test_files_of_ranks_are_compared(tmp_path):
+    status, out = explain_files(tmp_path, {f"rank{rank}.txt": VOCABULARY[rank] for rank in range(4)})
+    assert status == 1
+    assert "18992 · (rank + 1)" in out and "4 different graphs" in out
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["rank12.txt", "rank8.txt"], "ranks 8, 12"),
+        (["job7_rank_0.log", "job7_rank_1.log"], "ranks 0-1"),
+        (["a.txt", "b.txt"], "ranks 0-1"),
+    ],
+)
+def test_the_rank_comes_from_the_files_name_or_its_place(tmp_path, names, ranks):
+    _, out = explain_files(tmp_path, dict(zip(names, map(without_rank, VOCABULARY), strict=False)))
+    assert out.startswith(f"{ranks} have 2 different graphs")
+
+
+def test_a_rank_with_a_graph_more_than_the_others(tmp_path):
+    other = (TESTS / "data" / "aot_dynamic_cond.txt").read_text()
+    more = (TESTS / "data" / "dynamo_checkpoint.txt").read_text()
+    html = tmp_path / "report.html"
+    files = {
+        "rank0.log": log_of(without_rank(VOCABULARY[0]), other),
+        "rank1.log": log_of(without_rank(VOCABULARY[1]), other),
+        "rank2.log": log_of(more, without_rank(VOCABULARY[2]), other),
+    }
+    status, out = explain_files(tmp_path, files, str(html))
+    assert status == 1
+    assert "ranks 0-2: 2 of 2 graphs differ" in out or "ranks 0-2: 1 of 2 graphs differ" in out
+    assert "Only rank 2 has this graph, ranks 0-1 have not: graph 0 of rank 2" in out
+    assert "18992 · rank" in out and "compile cache" in out
+    assert_page_is_self_contained(html.read_text())
+    assert "Only rank 2 has this graph" in html.read_text()
+
+
+def test_equal_files_are_said_to_be_equal(tmp_path):
+    status, out = explain_files(
+        tmp_path, {"rank0.txt": VOCABULARY[0], "b1.txt": VOCABULARY[0].replace("rank = 0", "rank = 1")}
+    )
+    assert (status, out) == (0, "ranks 0-1 have the same 1 graph\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"rank0.txt": VOCABULARY[0]}, "at least two files"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": ""}, "rank1.txt holds no graph"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": "Traceback (most recent call last):"}, "rank1.txt holds no graph"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": bytes(range(256)) * 9}, "rank1.txt is no text"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": random.Random(1).randbytes(999).replace(b"\0", b"")}, "no graph"),
+        ({"rank0.txt": VOCABULARY[0], "x.txt": VOCABULARY[0]}, "both of rank 0"),
+        (
+            {"rank0.txt": VOCABULARY[0], "rank1.txt": (TESTS / "data" / "aot_dynamic_cond.txt").read_text()},
+            "have no graph in common",
+        ),
+    ],
+)
+def test_files_that_cannot_be_compared(tmp_path, files, message, capsys):
+    status, out = explain_files(tmp_path, files)
+    assert (status, out) == (2, "")
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
+    good = tmp_path / "rank0.txt"
+    good.write_text(VOCABULARY[0])
+    assert _divergence.main([str(good), str(tmp_path / "missing.txt")]) == 2
+    assert "missing.txt can't be read: No such file" in capsys.readouterr().err
+    assert _divergence.main([str(good), str(tmp_path)]) == 2
+    (tmp_path / "rank1.txt").write_text(VOCABULARY[1])
+    assert _divergence.main([str(good), str(tmp_path / "rank1.txt"), "--html", str(tmp_path / "no" / "x.html")]) == 2
+    assert "could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_texts_never_fail(seed):
+    random_ = random.Random(seed)
+    texts = [
+        *VOCABULARY,
+        *((TESTS / "data" / name).read_text() for name in ("dynamo_checkpoint.txt", "aot_dynamic_cond.txt")),
+    ]
+    for _ in range(20):
+        variants = []
+        for rank in range(3):
+            lines = random_.choice(texts).splitlines()
+            for _ in range(random_.randint(0, 8)):
+                at = random_.randrange(len(lines))
+                cut = random_.randrange(len(lines[at]) + 1)
+                damage = random_.choice(["(", '"', "'", "\0", "{", "# ", ":", "=", "<x at 0x7f>", "\\", "  ", "class "])
+                lines[at] = lines[at][:cut] + damage + lines[at][cut + random_.randint(0, 4) :]
+                lines.insert(random_.randrange(len(lines)), lines[at])
+            variants.append(Variant((rank,), str(rank), "\n".join(lines)))
+        report = explain(variants)
+        assert report.text()
+        assert_page_is_self_contained(report.html())

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the text of graphs. The texts in `data` were printed by torch 2.13; only the paths in them were changed."""
+
+import pytest
+from layout import TESTS, load
+
+_graph_text = load("_graph_text")
+DATA = TESTS / "data"
+
+
+def only(text):
+    (graph,) = _graph_text.parse(text)
+    return graph
+
+
+def node(graph, name):
+    return next(node for node in graph.body.nodes if node.name == name)
+
+
+def constants(node_):
+    return [argument.text for argument in node_.arguments if argument.producer is None]
+
+
+def names(body):
+    return [node.name for node in body.nodes]
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return only((DATA / "vocabulary" / "rank1.txt").read_text())
+
+
+def test_reads_an_aot_graph(vocabulary):
+    body = vocabulary.body
+    assert names(body)[:4] == ["arg0_1", "arg1_1", "ge", "lt"]
+    assert [node.name for node in body.inputs] == ["arg0_1", "arg1_1"]
+    assert [(argument.text, argument.producer) for argument in body.outputs] == [("wait_tensor", len(body.nodes) - 2)]
+    ge = node(vocabulary, "ge")
+    assert (ge.op, ge.target) == ("call", "torch.ops.aten.ge.Scalar")
+    assert [(a.path, a.text, a.producer) for a in ge.arguments] == [("0", "arg0_1", 0), ("1", "18992", None)]
+    assert (ge.dtype, ge.shape, ge.stride, ge.device) == ("b8", ("16",), ("1",), "meta")
+    assert (ge.source.line, ge.source.function) == (14, "forward")
+    assert ge.source.code == "mask = (tokens >= self.start) & (tokens < self.end)"
+    assert not vocabulary.is_cut
+
+
+def test_a_collective_has_its_group_and_the_users_own_line(vocabulary):
+    all_reduce = node(vocabulary, "all_reduce")
+    assert all_reduce.is_collective and not node(vocabulary, "wait_tensor").is_collective
+    assert all_reduce.group.text == "'0'"
+    assert all_reduce.source.is_library
+    assert all_reduce.user_source.place == "/home/user/model/vocab_parallel_embedding.py:18"
+    assert all_reduce.user_source.code == 'return fc.all_reduce(output, "sum", W)'
+
+
+def test_facts_that_torch_does_not_print_are_read(vocabulary):
+    assert vocabulary.facts["rank"] == "1"
+    assert _graph_text.group_ranks(vocabulary.facts) == {"0": [0, 1, 2, 3]}
+
+
+def test_reads_dynamos_graph_with_methods_operators_and_a_nested_body():
+    graph = only((DATA / "dynamo_checkpoint.txt").read_text())
+    assert node(graph, "mask").target == "operator.and"
+    assert node(graph, "unsqueeze").target == ".unsqueeze"
+    assert node(graph, "invert").target == "operator.invert"
+    assert node(graph, "wrap_body_0").op == "get_attr"
+    assert node(graph, "e_3").target == "operator.getitem"
+    # A second name for an input is no node of its own.
+    assert node(graph, "ge").arguments[0].producer == names(graph.body).index("L_tok_")
+    assert names(graph.body.bodies["wrap_body_0"]) == ["e_2", "l_w_", "matmul", "relu", "output"]
+    checkpoint = node(graph, "tag_activation_checkpoint")
+    assert ("use_reentrant", "False", None) in checkpoint.arguments
+
+
+def test_reads_symbolic_shapes_and_two_nested_bodies():
+    graph = only((DATA / "aot_dynamic_cond.txt").read_text())
+    assert (node(graph, "arg0_1").dtype, node(graph, "arg0_1").shape) == ("Sym", ("s77",))
+    assert node(graph, "getitem_1").shape == ("s77 - 2", "s27")
+    assert node(graph, "sum_1").shape == ()
+    assert list(graph.body.bodies) == ["true_graph_0", "false_graph_0"]
+    assert constants(node(graph, "mul_5")) == ["inf"]
+    assert ("dtype", "torch.float16", None) in node(graph, "_to_copy").arguments
+
+
+def one(statement, inputs='x: "f32[2]"'):
+    head = f"class GraphModule(torch.nn.Module):\n    def forward(self, {inputs}):\n"
+    return only(f"{head}        {statement}\n        return (x,)\n").body.nodes[-2]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        ("f32[2, 3]", ("f32", ("2", "3"), None, "", "")),
+        ("bf16[2, 3][3, 1]cuda:7", ("bf16", ("2", "3"), ("3", "1"), "cuda", "")),
+        ("f8e4m3fn[][]cpu", ("f8e4m3fn", (), (), "cpu", "")),
+        ("f32[Max(1, s0), s1 + 4]", ("f32", ("Max(1, s0)", "s1 + 4"), None, "", "")),
+        ("Sym(Eq(s0, 4))", ("Sym", ("Eq(s0, 4)",), None, "", "")),
+        ("Parameter(f32[4][1]cpu)", ("f32", ("4",), ("1",), "cpu", "Parameter")),
+        ("DTensor(f32[4][1]cuda:0, S(0))", ("f32", ("4",), ("1",), "cuda", "DTensor S(0)")),
+        ("something else", ("", None, None, "", "something else")),
+    ],
+)
+def test_annotations(annotation, expected):
+    made = one(f'y: "{annotation}" = torch.relu(x);  x = None')
+    assert (made.dtype, made.shape, made.stride, made.device, made.note) == expected
+
+
+@pytest.mark.parametrize(
+    ("statement", "target", "texts"),
+    [
+        ("y = torch.ops.aten.view.default(x, [2, -1])", "torch.ops.aten.view.default", ["x", "2", "-1"]),
+        ("y = x[(slice(None, 3, None), 0)]", "operator.getitem", ["x", "None", "3", "None", "0"]),
+        ("y = x.to('cuda:3', dtype = torch.float16)", ".to", ["x", "'cuda'", "torch.float16"]),
+        ("y = torch.zeros(2, device = device(type='cuda', index=3))", "torch.zeros", ["2", "device(type='cuda')"]),
+        ("y = x.shape", ".shape", ["x"]),
+        ("x += 3;  y = x", "operator.iadd", ["x", "3"]),
+        ("y = 2 ** x;  x = None", "operator.pow", ["2", "x"]),
+        ("y = self.linear(x)", "self.linear", ["x"]),
+        ("y = f({'a': 1, 'b': x}, [])", "f", ["1", "x", "[]"]),
+        # No Python: the repr of an object, with an address that differs in each process.
+        ("y = f(x, <Stream at 0x7f3a12cd10>, 4)", "f", ["x", "<", "Stream", "at", "0x0", ">", "4"]),
+    ],
+)
+def test_statements(statement, target, texts):
+    made = one(statement)
+    assert (made.name, made.target, [argument.text for argument in made.arguments]) == ("y", target, texts)
+    assert {a.producer for a in made.arguments if a.text == "x"} <= {0}
+
+
+def test_reads_a_signature_and_an_output_over_several_lines():
+    graph = only(
+        "class GraphModule(torch.nn.Module):\n    def forward(\n        self,\n"
+        '        a: "f32[2]",  # PlainAOTInput(idx=0)\n        b: "f32[3]",\n    ):\n'
+        "        add = a + b\n        return (\n            add,  # PlainAOTOutput(idx=0)\n            b,\n        )\n"
+    )
+    assert names(graph.body) == ["a", "b", "add", "output"]
+    assert [argument.producer for argument in graph.body.outputs] == [2, 1]
+    assert not graph.is_cut
+
+
+def test_colours_and_plain_code_are_read(vocabulary):
+    coloured = only(
+        "class GraphModule(torch.nn.Module):\n    def forward(self, x):\n        y = \x1b[31mtorch.relu\x1b[0m(x)\n"
+    )
+    assert node(coloured, "y").target == "torch.relu" and coloured.is_cut
+    plain = only("\n\n\ndef forward(self, x):\n    y = torch.relu(x);  x = None\n    return y\n    ")
+    assert names(plain.body) == ["x", "y", "output"]
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ("", ""),
+        ("[rank3]:W1130 03:22:11.7 101 split_compiler.py:12] ", "[rank3]:W1130 03:22:12.0 101 split_compiler.py:12] "),
+        ("WARNING:torch_tpu:", ""),
+        ("[rank0]:WARNING:torch_tpu:", "[rank0]:"),
+    ],
+)
+@pytest.mark.parametrize("with_markers", [True, False])
+def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, vocabulary):
+    text = (DATA / "vocabulary" / "rank1.txt").read_text()
+    blocks = []
+    for fingerprint in ("aa", "bb"):
+        lines = text.splitlines()
+        if with_markers:
+            begin = f"--- [BEGIN GRAPH MODULE: {fingerprint}] ---"
+            lines = ["Handshake failed:", begin, *lines, f"--- [END GRAPH MODULE: {fingerprint}] ---"]
+        blocks += [first + lines[0], *(others + line for line in lines[1:])]
+        blocks += [f"{first}step 12 took 3 s"]
+    graphs = _graph_text.parse("\n".join(blocks))
+    assert [graph.fingerprint for graph in graphs] == (["aa", "bb"] if with_markers else ["", ""])
+    assert all(graph.body == vocabulary.body and graph.facts == vocabulary.facts for graph in graphs)
+
+
+def test_a_text_that_is_cut_off_is_said_to_be():
+    text = (DATA / "vocabulary" / "rank1.txt").read_text()
+    assert only(text[: text.index("embedding:")]).is_cut
+    assert only("--- [BEGIN GRAPH MODULE: f] ---\n" + text).is_cut
+
+
+@pytest.mark.parametrize("text", ["", "hello\nworld", "\0\1\2", "class A:\n    def f(self): pass\n", "class \n" * 50])
+def test_what_is_no_graph_gives_none(text):
+    assert _graph_text.parse(text) == []
