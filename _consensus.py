@@ -24,7 +24,7 @@ for each of its groups, whatever their size.
 """
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
@@ -204,6 +204,14 @@ class _Component:
         for cell in other.cells:
             cell.component = self
 
+    def forget(self) -> None:
+        """Cuts what votes, cells and component hold of one another: then they are freed at once, and not by the
+        garbage collector."""
+        for cell in self.cells:
+            cell.voters = {}
+        self.cells = []
+        self.votes = []
+
 
 class _Finding(NamedTuple):
     """Why a component can't be fat: an outcome and what to say of it."""
@@ -314,14 +322,12 @@ class _CollectiveHandshakeConsensus:
 
         `timeout_s` is this vote's own, where it differs from the machine's.
         """
+        if len(spans) == 1:
+            fat = self.cast_usual(rank, spans, fingerprint, now, request, blocking, timeout_s)
+            if fat is not None:
+                return [Decision(vote.rank, Outcome.FAT, "", vote.request) for vote in fat]
         vote = _Vote(rank, spans, now, self._timeout_s if timeout_s is None else timeout_s, request, blocking)
         decisions: list[Decision] = []
-        if len(spans) == 1 and self._enters_only_cell(vote, fingerprint, *spans[0]):
-            if not vote.component.incomplete:
-                self._settle(vote.component, None, now, decisions)
-            elif len(self._groups_of_rank[rank]) > 1:
-                self._look_for_wait_cycles(vote, (), now, decisions)
-            return decisions
         self._refuse_what_can_not_be(rank, spans)
         if not spans:
             return [Decision(rank, Outcome.FAT, "", request)]
@@ -346,6 +352,61 @@ class _CollectiveHandshakeConsensus:
         self._wake_at(vote.next_look())
         self._look_for_wait_cycles(vote, opened, now, decisions)
         return decisions
+
+    def cast_usual(
+        self,
+        rank: int,
+        spans: list[Span],
+        fingerprint: str | bytes,
+        now: float,
+        request: Any = None,
+        blocking: bool = True,
+        timeout_s: float | None = None,
+    ) -> Sequence[_Vote] | None:
+        """`cast` for the usual vote, in few steps.
+
+        That is the only vote of its rank, on one group, whose only open cell is of the same span and makes up its
+        component alone, with the same fingerprint; and no other group of the rank has an open cell. Nothing can speak
+        against it, and it closes no cycle: `_finding_against` and `_look_for_wait_cycles` need not be asked.
+
+        Returns:
+            None if it is no such vote: nothing has changed then, and `cast` must be called. Else the votes that are
+            FAT now, none while members are missing.
+        """
+        group, start, end = spans[0]
+        cell = group.cells.get((start, end))
+        if cell is None or group.lost or len(group.cells) > 1 or self._pending_of_rank[rank]:
+            return None
+        component = cell.component
+        if (
+            component.fingerprint != fingerprint
+            or len(component.cells) > 1
+            or group.frontier.get(rank, 0) > start
+        ):
+            return None
+        belongs_to = self._groups_of_rank[rank]
+        if len(belongs_to) > 1:
+            if any(other.cells for other in belongs_to if other is not group):
+                return None
+            cell.without |= belongs_to
+            cell.without.discard(group)
+        vote = _Vote(rank, spans, now, self._timeout_s if timeout_s is None else timeout_s, request, blocking)
+        group.frontier[rank] = end
+        self._last_vote[rank] = vote
+        vote.component = component
+        votes = component.votes
+        votes.append(vote)
+        if len(votes) < len(group.ranks):
+            cell.voters[rank] = vote
+            self._pending_of_rank[rank].append(vote)
+            if vote.timeout_s is not None and self._next_deadline is not None:
+                self._next_deadline = min(self._next_deadline, now + vote.timeout_s)
+            return ()
+        del self._components[component], group.cells[(start, end)]
+        for rank, other in cell.voters.items():
+            self._pending_of_rank[rank].remove(other)
+        component.forget()
+        return votes
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: TIMEOUT for a whole component when its oldest vote has waited
@@ -417,39 +478,6 @@ class _CollectiveHandshakeConsensus:
         return due
 
     # ------------------------------------------------------------------ a vote arrives
-
-    def _enters_only_cell(
-        self, vote: _Vote, fingerprint: str | bytes, group: Group, start: int, end: int
-    ) -> bool:
-        """The usual vote, in few steps: the only one of its rank, on one group, whose only open cell is of the same
-        span and makes up its component alone, with the same fingerprint. Nothing can speak against it then: see
-        `_finding_against` for the rest. Returns whether this is such a vote; if so, it is in the cell."""
-        cell = group.cells.get((start, end))
-        rank = vote.rank
-        if cell is None or group.lost or len(group.cells) > 1 or self._pending_of_rank[rank]:
-            return False
-        component = cell.component
-        if (
-            component.fingerprint != fingerprint
-            or len(component.cells) > 1
-            or group.frontier.get(rank, 0) > start
-        ):
-            return False
-        group.frontier[rank] = end
-        self._last_vote[rank] = vote
-        self._pending_of_rank[rank].append(vote)
-        vote.component = component
-        component.votes.append(vote)
-        cell.voters[rank] = vote
-        if len(cell.voters) == len(group.ranks):
-            component.incomplete = 0
-        belongs_to = self._groups_of_rank[rank]
-        if len(belongs_to) > 1:
-            cell.without |= belongs_to
-            cell.without.discard(group)
-        if vote.timeout_s is not None and self._next_deadline is not None:
-            self._next_deadline = min(self._next_deadline, vote.arrived + vote.timeout_s)
-        return True
 
     def _refuse_what_can_not_be(self, rank: int, spans: list[Span]) -> None:
         for group, start, end in spans:
@@ -579,10 +607,7 @@ class _CollectiveHandshakeConsensus:
                 decisions.append(Decision(vote.rank, Outcome.FAT, "", vote.request))
             else:
                 decisions.append(self._decide(vote, finding, now))
-        # Votes, cells and component refer to one another; cut, they are freed here and not by the garbage collector.
-        for cell in component.cells:
-            cell.voters = {}
-        component.cells, component.votes = [], []
+        component.forget()
 
     @staticmethod
     def _decide(vote: _Vote, finding: _Finding, now: float) -> Decision:
