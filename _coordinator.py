@@ -122,6 +122,7 @@ class Server:
         self._strangers: set[_Connection] = set()
         self._of_rank: dict[int, _Connection] = {}
         self._accept_again: float | None = None
+        self._voted_at = 0.0  # when the last vote of this turn of the loop came; 0: none has
         self._last_reason = ("", b"")
         self._looks_at_parent = False
         self._recent: dict[Group, list[tuple[int, int, str]]] = {}  # (start, end, how it ended), for reports
@@ -153,14 +154,14 @@ class Server:
                     else:
                         peer()
                 deadline = self._next_deadline()
-                if deadline is None and not self._has_chores:
+                if deadline is None:
                     seconds = None
                     continue
-                now = monotonic()
-                if deadline is None or deadline <= now or self._has_chores:
+                now, self._voted_at = self._voted_at or monotonic(), 0.0
+                if deadline <= now or self._reports is not None:
                     self._look_at_the_clock(now)
-                    deadline = self._next_deadline()
-                seconds = None if deadline is None else min(max(0.0, deadline - now), LONGEST_SLEEP_S)
+                    deadline = self._next_deadline() or now
+                seconds = min(max(0.0, deadline - now), LONGEST_SLEEP_S)
                 if self._looks_at_parent and os.getppid() != self._parent:
                     return
         finally:
@@ -181,7 +182,13 @@ class Server:
     def _next_deadline(self) -> float | None:
         """When something is to be done though nothing arrives, or None."""
         deadline = self._consensus.next_deadline()
-        if not (self._strangers or self._splits.has_records or self._has_chores):
+        if not (
+            self._strangers
+            or self._splits.has_records
+            or self._reports is not None
+            or self._accept_again is not None
+            or self._looks_at_parent
+        ):
             return deadline
         deadlines = [d for d in (deadline, self._splits.next_deadline(), self._accept_again) if d is not None]
         deadlines += [connection.hello_by for connection in self._strangers]
@@ -190,10 +197,6 @@ class Server:
         if self._looks_at_parent:
             deadlines.append(time.monotonic() + LOOK_AT_PARENT_S)
         return min(deadlines, default=None)
-
-    @property
-    def _has_chores(self) -> bool:
-        return self._reports is not None or self._accept_again is not None or self._looks_at_parent
 
     def _look_at_the_clock(self, now: float) -> None:
         deadline = self._consensus.next_deadline()
@@ -267,8 +270,6 @@ class Server:
             self._send(connection, _protocol.greeting(connection.nonce))
 
     def _read(self, connection: _Connection) -> None:
-        if connection not in self._connections:
-            return
         try:
             data = connection.sock.recv(READ_BYTES)
         except BlockingIOError:
@@ -283,7 +284,8 @@ class Server:
         try:
             vote = _protocol.vote_of_one(data)
             if vote is not None and connection.rank >= 0 and not decoder.is_within_frame:
-                self._vote(connection, vote[2], vote[3], vote[4], [vote[6:]])
+                if not self._vote_usually(connection, *vote):
+                    self._vote(connection, vote[2], vote[3], vote[4], [vote[6:]])
                 return
             decoder.feed(data)
             while (message := decoder.next_message()) is not None:
@@ -390,6 +392,36 @@ class Server:
 
     # ------------------------------------------------------------------ votes and answers
 
+    def _vote_usually(
+        self,
+        connection: _Connection,
+        length: int,
+        kind: int,
+        number: int,
+        flags: int,
+        digest: bytes,
+        one: int,
+        group_number: int,
+        start: int,
+        end: int,
+    ) -> bool:
+        """`_vote` for the fields of `vote_of_one`, in few steps. Returns whether it is a vote that can be taken in them;
+        if not, nothing has changed."""
+        group = connection.groups.get(group_number)
+        if group is None or start >= end or self._reports is not None or self._splits.has_records:
+            return False
+        now = self._voted_at = time.monotonic()
+        spans = [(group, start, end)]
+        cast: Cast = (connection, number, flags, digest, spans)
+        fat = self._consensus.cast_usual(
+            connection.rank, spans, digest, now, cast, bool(flags & _protocol.BLOCKING), connection.timeout_s
+        )
+        if fat is None:
+            return False
+        for vote in fat:
+            self._send(vote.request[0], _protocol.verdict(vote.request[1], _protocol.FAT))
+        return True
+
     def _vote(
         self, connection: _Connection, number: int, flags: int, digest: bytes, numbered: list[tuple[int, int, int]]
     ) -> None:
@@ -404,7 +436,7 @@ class Server:
             spans.append((group, start, end))
         if len(spans) > 1 and len({group for group, _, _ in spans}) < len(spans):
             raise HandshakeProtocolError("a vote that names a group twice")
-        now = time.monotonic()
+        now = self._voted_at = time.monotonic()
         cast: Cast = (connection, number, flags, digest, spans)
         try:
             decisions = self._consensus.cast(
@@ -502,15 +534,13 @@ class Server:
     # ------------------------------------------------------------------ sending
 
     def _send(self, connection: _Connection, data: bytes) -> None:
-        if connection not in self._connections:
-            return
         if not connection.unsent:
             try:
                 sent = connection.sock.send(data)
             except BlockingIOError:
                 sent = 0
             except OSError:
-                return  # the next read finds it broken, and drops it with the reason
+                return  # it was dropped, or the next read finds it broken and drops it with the reason
             if sent == len(data):
                 return
             data = data[sent:]
