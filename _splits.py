@@ -202,6 +202,8 @@ class Splits:
         for record in list(self._records.values()):
             if record.kept_until <= now:
                 late = record.missing or record.votes.keys() - record.heard
+                if record.round == SHARE:
+                    late = {record.reference}
                 replies += self._call_off(record, f"{format_ranks(late)} did not come in time")
                 if record.report_due is None:
                     self._records.pop(record.number, None)
@@ -227,7 +229,7 @@ class Splits:
             return self._call_off(record, f"rank {rank} can't go on: {payload.decode('utf-8', 'replace')}")
         if record.round == INTERSECT and not record.heard and round_number == AGREE:
             record.round = AGREE  # enough intersections: the first rank to say so speaks for all
-        if round_number != record.round or rank in record.heard:
+        if round_number != record.round or round_number == REFERENCE or rank in record.heard:
             return self._call_off(record, f"rank {rank} is out of step")
         if round_number == SHARE:
             if rank != record.reference:
