@@ -208,8 +208,9 @@ class Client:
             if not spans:
                 return None
             for line, end, eager in moves:
-                line.frontier = end
-                line.eager = eager
+                # A span that goes back is for the coordinator to refuse; the line stays where it was.
+                if end > line.frontier:
+                    line.frontier, line.eager = end, eager
             number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
             pending = self._votes[number] = PendingVote(number)
             self._send(_protocol.vote(number, flags, digest, spans))
