@@ -67,6 +67,7 @@ MAX_TEXT_DIFFERENCES = 10
 MAX_TEXT_VARIANTS = 8
 MAX_TEXT_VALUES = 4
 MAX_TEXT_ADVICE = 6
+MAX_TEXT_NOTES = 8
 MAX_TEXT_SLOTS = 8
 MAX_WIDTH = 110
 
@@ -395,6 +396,12 @@ class Summary(NamedTuple):
     groups: Mapping[str, Sequence[int]]
 
 
+_UNREADABLE = "the text holds no graph that could be read: not compared"
+_NO_TEXT = "there is no text of the graph: not compared"
+_CUT = "the text of the graph is cut off: what is missing at its end may be there in fact"
+_UNHASHABLE = "the graph could not be hashed, so it equals no other: see the warning on that rank"
+
+
 class Report:
     """What differs between the variants of one graph.
 
@@ -544,16 +551,17 @@ class Report:
 
     def notes(self) -> list[str]:
         """What the report lacks, and why."""
-        notes = list(self.context.notes)
-        for number, (variant, summary) in enumerate(zip(self.variants, self.summaries, strict=True)):
-            who = f"{self.name(number)} ({format_ranks(variant.ranks)})"
+        concerned: dict[str, list[int]] = {}
+        for variant, summary in zip(self.variants, self.summaries, strict=True):
             if summary is None:
-                why = "holds no graph that could be read" if variant.text else "is not there"
-                notes.append(f"the text of {who} {why}: not compared")
+                reason = _UNREADABLE if variant.text else _NO_TEXT
+                concerned.setdefault(reason, []).extend(variant.ranks)
             elif summary.is_cut:
-                notes.append(f"the text of {who} is cut off: what is missing at its end may be there in fact")
+                concerned.setdefault(_CUT, []).extend(variant.ranks)
             if variant.fingerprint.startswith("unhashable-"):
-                notes.append(f"the graph of {who} could not be hashed (see the warning there): it equals no other")
+                concerned.setdefault(_UNHASHABLE, []).extend(variant.ranks)
+        notes = [f"{reason} ({format_ranks(ranks)})" for reason, ranks in concerned.items()]
+        notes.extend(self.context.notes)
         for number, comparison in self.comparisons.items():
             if comparison.dropped:
                 notes.append(
@@ -599,23 +607,24 @@ class Report:
         """Node, position and operation of a difference."""
         reference = self.reference_graph
         total = len(reference.body.nodes) if reference is not None else 0
+        at = f"node {difference.position:,}"
         body = f" of nested body `{difference.body}`" if difference.body else f" of {total:,}"
         if difference.kind == "graph":
             return "the whole graph"
         if difference.what in ("inputs", "outputs", "added"):
             before = "before " if difference.what == "added" else ""
             position = self.position_on_line(difference)
-            return f"{before}node {difference.position}{body}" + (f", {position}" if position else "")
+            return f"{before}{at}{body}" + (f", {position}" if position else "")
         node = difference.node
         operation = f" = {short_target(node.target)}" if node.op == "call" else f" ({node.op})"
         position = self.position_on_line(difference)
-        return f"node {difference.position}{body}, `{node.name}`{operation}" + (f", {position}" if position else "")
+        return f"{at}{body}, `{node.name}`{operation}" + (f", {position}" if position else "")
 
     def text(self) -> str:
         """The report for a log: a screen or two."""
         lines = [self.headline(), *(f"  {line}" for line in self.where())]
         if len(self.variants) > 1:
-            lines.append("Variants, largest first; A is the reference:" if not self.reference else "Variants:")
+            lines.append(f"Variants, largest first; {self.name(self.reference)} is the reference:")
             for number, variant in enumerate(self.variants[:MAX_TEXT_VARIANTS]):
                 lines.append(f"  {self.name(number)}  {format_ranks(variant.ranks)}  {self.describe_variant(number)}")
             if len(self.variants) > MAX_TEXT_VARIANTS:
@@ -646,7 +655,10 @@ class Report:
         if self.context.before:
             lines.append("Handshakes just before:")
             lines.extend(f"  {line}" for line in self.context.before)
-        lines.extend(f"Note: {note}" for note in self.notes())
+        notes = self.notes()
+        lines.extend(f"Note: {note}" for note in notes[:MAX_TEXT_NOTES])
+        if len(notes) > MAX_TEXT_NOTES:
+            lines.append(f"and {number_of(len(notes) - MAX_TEXT_NOTES, 'note')} more (MAX_TEXT_NOTES)")
         return "\n".join(lines) + "\n"
 
     def alike_text(self, difference: Difference) -> str:
@@ -848,6 +860,9 @@ def _read_file(path: str, number: int) -> _RankFile:
 # must be (part of the operations that both have) to be taken for the same graph.
 _MAX_GRAPHS_TRIED = 60
 _MIN_LIKENESS = 0.3
+# A graph is a part of another, larger one, as after a graph break, if that has this part of its operations.
+_MIN_PART = 0.8
+_MIN_PART_OPERATIONS = 4
 
 
 class _Slot:
@@ -936,7 +951,8 @@ def _likeness(bag: Counter[Any], other: Counter[Any]) -> float:
     sizes = [sum(count for key, count in each.items() if key not in ignored) for each in (bag, other)]
     common = sum(min(count, other[key]) for key, count in bag.items() if key not in ignored)
     part = common / max(*sizes, 1)
-    return part if part >= _MIN_LIKENESS else 0.0
+    is_part = common >= _MIN_PART_OPERATIONS and common >= _MIN_PART * min(sizes)
+    return part if part >= _MIN_LIKENESS or is_part else 0.0
 
 
 def _graph_more(slot: _Slot, ranks: list[int]) -> str:

@@ -24,8 +24,8 @@ else:
     from _align import align
     from _graph_text import Argument, Body, Graph, Node, Source, group_ranks
 
-# Two graphs of which less than this part is matched are different programs; a list of differences would be as long
-# as both.
+# Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
+# differences would be as long as both.
 MIN_COMMON_PART = 0.2
 
 # Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
@@ -45,8 +45,9 @@ class Difference:
     """One place in which at least one variant is not as the reference.
 
     Attributes:
-        kind: constant, op, missing node, added node, dtype, shape, stride, device, group, order of collectives, order,
-            number of collectives, inputs, outputs, nested body, tensor constant, operand, graph.
+        kind: constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
+            collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node),
+            nested body, tensor constant, graph (nothing in common).
         body: the nested body it is in, as a path; empty for the graph itself.
         position: of the node in the reference (of an added node: of the one it comes before).
         node: the reference's node; of an added one the variant's.
@@ -121,11 +122,20 @@ class BodyComparison(NamedTuple):
 
 
 class Keys(NamedTuple):
-    content: list[Any]  # all of a node; references by absolute position
-    strict: list[Any]  # all of a node; references by the producer's operation
-    weak: list[Any]  # the operation alone
+    """What a body's nodes are compared by.
+
+    Attributes:
+        content: all of a node; references by absolute position.
+        strict: all of a node; references by the producer's operation.
+        weak: the operation alone.
+    """
+
+    content: list[Any]
+    strict: list[Any]
+    weak: list[Any]
 
 
+# Names of inputs that only count them; Dynamo's say which parameter or argument it is, which helps to match them.
 _NUMBERED_INPUT = re.compile(r"^(?:primals|tangents|arg|args|s|u|l|input)_?\d*(?:_\d+)?$")
 
 
@@ -170,7 +180,7 @@ def _nested(node: Node, body: Body) -> Body | None:
 
 
 def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
-    """By all that the nodes are; in the gaps by operation; in gaps of one node on each side, whatever they are."""
+    """By all that the nodes are; in the gaps by operation; in gaps of as many nodes on both sides, as they come."""
     anchors = align(a.strict, b.strict)
     pairs: list[tuple[int, int]] = []
     for start, stop, other_start, other_stop in gaps(anchors, len(a.strict), len(b.strict)):
@@ -252,9 +262,10 @@ class _Comparer:
         comparison = BodyComparison(path, a, b, pairs, set(), dict(moved))
         self.bodies.append(comparison)
         if not path:
-            operations = [sum(node.op != "placeholder" for node in body.nodes) for body in (a, b)]
+            # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
+            calls = min(sum(node.op == "call" for node in body.nodes) for body in (a, b))
             matched = sum(a.nodes[i].op == "call" and a.nodes[i].target == b.nodes[j].target for i, j in to_b.items())
-            self.common_part = (matched + 1) / max(*operations, 1)
+            self.common_part = matched / calls if calls else 1.0
         first = len(self.differences)
         self._compare_order(comparison)
         self._compare_left_over(comparison, a_left, b_left, to_b, to_a)
@@ -363,6 +374,9 @@ class _Comparer:
     def _compare_mutations(self, comparison: BodyComparison) -> None:
         """Inputs that one side changes in place."""
         a, b = comparison.reference, comparison.other
+        if not any(subject.startswith("mutated ") for facts in self._facts for subject in facts):
+            return
+        uses = _first_uses(a), _first_uses(b)
         for i, j in comparison.pairs:
             if a.nodes[i].op != "placeholder":
                 continue
@@ -372,8 +386,7 @@ class _Comparer:
             )
             if bool(left) != bool(right):
                 # The line where it is changed is on the side that does.
-                source = _first_uses(a if left else b).get(i if left else j)
-                node = a.nodes[i]._replace(user_source=source)
+                node = a.nodes[i]._replace(user_source=uses[0].get(i) if left else uses[1].get(j))
                 sides = [f"changed in place ({side})" if side else "not changed" for side in (left, right)]
                 self._add(Difference("inputs", "", i, node, "change in place", sides))
                 comparison.changed.add(i)
@@ -402,13 +415,7 @@ class _Comparer:
             cause = next((tainted[p] for p in inputs if p in tainted), None)
             follows = any(p in tainted or p not in to_b for p in inputs) or any(p not in to_a for p in other_inputs)
             found = self._fields(comparison, i, x, y, to_b, to_a)
-            crossed = [
-                p
-                for left, right in zip(x.arguments, y.arguments, strict=False)
-                if left.producer is not None and right.producer is not None and right.producer in to_a
-                for p in (left.producer, to_a[right.producer])
-                if left.producer != to_a[right.producer]
-            ]
+            crossed = _crossed(x, y, to_a)
             root: Difference | None = None
             form_differs = False
             consequences = 0
@@ -546,6 +553,17 @@ class _Comparer:
         first = first or next((a.nodes[p] for _, p in lefts if p is not None), x)
         node = x._replace(user_source=first.user_source)
         found.append((Difference("outputs", comparison.path, i, node, "outputs", sides), False))
+
+
+def _crossed(x: Node, y: Node, to_a: dict[int, int]) -> list[int]:
+    """The positions in the reference that two matched nodes read at the same place, where these are not the same."""
+    return [
+        position
+        for left, right in zip(x.arguments, y.arguments, strict=False)
+        if left.producer is not None and right.producer is not None and right.producer in to_a
+        for position in (left.producer, to_a[right.producer])
+        if left.producer != to_a[right.producer]
+    ]
 
 
 def _first_uses(body: Body) -> dict[int, Source]:

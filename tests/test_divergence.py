@@ -476,10 +476,11 @@ def test_graphs_that_cannot_be_read_are_named_and_the_rest_is_compared():
         ]
     )
     text = report.text()
-    assert "the text of A (ranks 0-1) holds no graph" in text
-    assert "the text of C (rank 3) is cut off" in text
-    assert "the graph of C (rank 3) could not be hashed" in text
-    assert "the text of D (rank 4) is not there" in text
+    assert "B is the reference" in text
+    assert "the text holds no graph that could be read: not compared (ranks 0-1)" in text
+    assert "there is no text of the graph: not compared (rank 4)" in text
+    assert "the text of the graph is cut off: what is missing at its end may be there in fact (rank 3)" in text
+    assert "the graph could not be hashed, so it equals no other: see the warning on that rank (rank 3)" in text
     assert report.differences
 
 
@@ -719,6 +720,20 @@ def test_a_rank_with_a_graph_more_than_the_others(tmp_path):
     assert "18992 · rank" in out and "compile cache" in out
     assert_page_is_self_contained(html.read_text())
     assert "Only rank 2 has this graph" in html.read_text()
+
+
+def test_a_graph_break_in_one_rank_s_file(tmp_path):
+    """One rank has two graphs where the other has one that is both."""
+    whole = big_text(6)
+    lines = whole.splitlines()
+    cut = next(number for number, line in enumerate(lines) if "w8)" in line) - 1
+    name = lines[cut - 1].split(":")[0].strip()
+    first = [*lines[:cut], f"        return ({name},)"]
+    second = [lines[0], lines[1].replace("(self, x", f"(self, {name}"), *lines[cut:]]
+    status, out = explain_files(tmp_path, {"rank0.txt": whole, "rank1.txt": "\n".join([*first, *second])})
+    assert status == 1
+    assert "Only rank 1 has this graph" in out and "TORCH_LOGS=graph_breaks" in out
+    assert "What differs" in out and "collectives among them" in out
 
 
 def test_equal_files_are_said_to_be_equal(tmp_path):
