@@ -10,7 +10,7 @@ What a compiler has to do, and where it is done here:
    graph is compiled *or loaded from a compile cache*, so that no rank waits for one whose cache is warm; in
    DISPATCH_STAGE at each dispatch.
 3. Run by the verdict: the whole graph in one executable; each collective in one of its own; or, by a plan, one for
-   each part that diverging graphs have in common. Each is compiled when it is needed first, and kept.
+   each part that diverging graphs have in common. Each is compiled once it is needed, and kept.
 4. Keep the graph as it was voted on, for the report and the plan: an inner compiler that changes graphs gets a copy.
 """
 
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options
 
 from _graph import count_collectives, graph_fingerprint, graph_text
-from _partition import Plan, agree_on_plan, split_by_plan, split_skinny
+from _partition import OwnGraph, Plan, agree_on_plan, split_by_plan, split_skinny
 from handshake import DispatchGate, HandshakeStage, Ticket, submit_handshake_async
 
 # A compiled graph takes its arguments in one list.
@@ -80,7 +80,10 @@ class Backend:
             fw_compiler=compiler, bw_compiler=backward_compiler, decompositions=self.inner.decompositions
         )
         _loading.backend = self
-        return compile_graph(graph_module, example_inputs)
+        # A cached graph is only of use to the inner compiler for which it was traced.
+        tag = f"handshake backend, {self.inner.name}"
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            return compile_graph(graph_module, example_inputs)
 
     def count(self, *names: str, segments: int | None = None) -> None:
         with self._lock:
@@ -113,64 +116,70 @@ class Executable(OutputCode):
         self._boxed_call = True
         self._graph_module: torch.fx.GraphModule | None = graph_module
         self._serialized = b""
-        self._join(backend, graph_module)
+        self._join(backend, graph_module, loaded=False)
+        if self._verdict is not None or backend.stage is HandshakeStage.COMPILE_STAGE:
+            self._program(self._decide())
+        elif any(isinstance(value, torch.SymInt) for value in example_inputs):
+            # Dynamo takes guards on sizes only now; Inductor may have some.
+            self._program(True)
+            self._program(False)
 
-    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule) -> None:
-        """Compiled or loaded: from here on this rank answers for the graph."""
+    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule, loaded: bool) -> None:
+        """From here on this rank answers for the graph."""
         self._backend = backend
         self._lock = threading.Lock()
         self._programs: dict[Verdict, Compiled] = {}
-        self._collectives = count_collectives(graph_module)
         self._ticket: Ticket | None = None
         self._gate: DispatchGate | None = None
-        self._verdict: Verdict | None = not self._collectives  # without a vote: skinny, if there are collectives
+        self._collectives = count_collectives(graph_module)
         if self._collectives:
             backend.count("graphs")
+        self._verdict: Verdict | None = not self._collectives  # without a vote, collectives are skinny
         if backend.stage is HandshakeStage.OFF or not any(len(group) > 1 for group in self._collectives):
             return
         self._verdict = None
         self._fingerprint = graph_fingerprint(graph_module, backend.groups)
         self._text = functools.partial(graph_text, graph_module)  # called only if a split is to be explained
-        if backend.stage is HandshakeStage.COMPILE_STAGE:
-            # Not waited for before the first run: after a warm start this rank is still loading the backward graph,
-            # whose vote the others will cast once they have run the forward graph together with this rank.
-            self._ticket = self._cast()
-        elif not backend.partial:
+        self._own: OwnGraph | None = None
+        if backend.partial and not self._fingerprint.startswith("unhashable"):
+            self._own = OwnGraph(graph_module, backend.groups)
+        compile_stage = backend.stage is HandshakeStage.COMPILE_STAGE
+        if self._own is None and not (loaded and compile_stage):
             self._gate = DispatchGate(self._fingerprint, self._collectives, self._text, stage=backend.stage)
+        elif compile_stage:
+            # If loaded, not waited for before the first run: torch's cache loads the backward graph together with the
+            # forward one, and the ranks that compile vote on it after they have run the forward one, with this rank.
+            self._ticket = self._cast()
 
     def _cast(self) -> Ticket:
-        return submit_handshake_async(
-            self._fingerprint, self._collectives, self._text, partial=self._backend.partial
-        )
+        partial = self._own is not None
+        return submit_handshake_async(self._fingerprint, self._collectives, self._text, partial=partial)
 
     def _settle(self, ticket: Ticket) -> Verdict:
-        """Waits for the verdict; after a split the ranks look for a plan, if all of them can."""
+        """Waits for the verdict; after a split the ranks look for a plan, if all of them are able to."""
         if ticket.result():
             return True
-        assert self._graph_module is not None
-        if ticket.exchange is None:
+        if ticket.exchange is None or self._own is None:
             return False
-        return agree_on_plan(ticket.exchange, self._graph_module, self._backend.groups) or False
+        return agree_on_plan(ticket.exchange, self._own) or False
 
     def _decide(self) -> Verdict:
         if self._verdict is not None:
             return self._verdict
-        if self._gate is not None:
-            verdict: Verdict = self._gate.vote()
-        else:
-            verdict = self._settle(self._ticket or self._cast())
+        verdict = self._gate.vote() if self._gate is not None else self._settle(self._ticket or self._cast())
         if self._backend.stage is HandshakeStage.COMPILE_STAGE:
             self._verdict = verdict
-        kind = "partial" if isinstance(verdict, Plan) else "fat" if verdict else "split"
-        self._backend.count("handshakes", kind)
+        self._backend.count("handshakes", "partial" if isinstance(verdict, Plan) else "fat" if verdict else "split")
         return verdict
+
+    def _program(self, verdict: Verdict) -> Compiled:
+        if verdict not in self._programs:
+            self._programs[verdict] = self._compile(verdict)
+        return self._programs[verdict]
 
     def __call__(self, inputs: Any) -> Any:
         with self._lock:
-            verdict = self._decide()
-            program = self._programs.get(verdict)
-            if program is None:
-                program = self._programs[verdict] = self._compile(verdict)
+            program = self._program(self._decide())
         return program(inputs)
 
     def _compile(self, verdict: Verdict) -> Compiled:
@@ -199,8 +208,9 @@ class Executable(OutputCode):
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         fake_mode = detect_fake_mode(example_inputs) or FakeTensorMode()
         graph_module: Any = GraphPickler.loads(self._serialized, fake_mode)
+        graph_module.recompile()
         self._graph_module = graph_module
-        self._join(_loading.backend, graph_module)
+        self._join(_loading.backend, graph_module, loaded=True)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Nothing of this is bundled."""
@@ -221,6 +231,7 @@ class _Segment(torch.nn.Module):
 class Inner:
     """Compiles a graph, or a segment of one."""
 
+    name = "eager"
     decompositions: Any = None
 
     def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
@@ -229,6 +240,7 @@ class Inner:
 
 
 class Inductor(Inner):
+    name = "inductor"
     decompositions = staticmethod(select_decomp_table)
 
     def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
@@ -242,4 +254,4 @@ class Inductor(Inner):
             return compile_fx_inner(changed, examples)
 
 
-_INNER = {"eager": Inner(), "inductor": Inductor()}
+_INNER = {inner.name: inner for inner in (Inner(), Inductor())}
