@@ -172,6 +172,7 @@ class Client:
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_UP_S))
         decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
+        self._hand_out()  # what came together with the welcome
 
     # ------------------------------------------------------------------ votes
 
@@ -356,12 +357,16 @@ class Client:
                 self._wake_others()
             return True
         self._decoder.feed(data)
+        self._hand_out()
+        return True
+
+    def _hand_out(self) -> None:
+        """Handles the messages that have arrived whole."""
         try:
             while (message := self._decoder.next_message()) is not None:
                 self._handle(message)
         except HandshakeProtocolError as error:
             self._fail(HandshakeProtocolError, str(error))
-        return True
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
