@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for the tests: several in one process, each in a thread, or a peer that says whatever a test wants."""
+
+import contextlib
+import socket
+import threading
+import time
+
+from layout import load
+
+_client = load("_client")
+_coordinator = load("_coordinator")
+_protocol = load("_protocol")
+_types = load("_types")
+handshake = load("handshake")
+
+# A test that waits this long for anything has failed.
+PATIENCE_S = 20.0
+
+
+def counts(*spans):
+    """Collective counts from spans `(ranks, before, number)`."""
+    return _types.RankCollectiveCounts(
+        {
+            _types.ProcessGroupId(ranks): _types.ProcessGroupCollectiveCount(before, number)
+            for ranks, before, number in spans
+        }
+    )
+
+
+def request(rank, *spans, fingerprint="same"):
+    """A vote of `rank`, with spans `(ranks, before, number)`."""
+    return _types.CollectiveHandshakeRequest(counts(*spans), fingerprint, rank)
+
+
+@contextlib.contextmanager
+def job(world_size, coordinator_rank=0, coordinator="thread", timeout_s=PATIENCE_S, ranks=None, **options):
+    """The handshakes of all the ranks of a world, in this process. In the end they are closed, the coordinator last."""
+    options = {"world_size": world_size, "timeout_s": timeout_s, "host": "127.0.0.1", **options}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(
+            handshake.Handshake(coordinator_rank, coordinator_rank, port=0, coordinator=coordinator, **options)
+        )
+        made = {coordinator_rank: first}
+        for rank in range(world_size) if ranks is None else ranks:
+            if rank != coordinator_rank:
+                port = first.address[1]
+                made[rank] = stack.enter_context(
+                    handshake.Handshake(rank, coordinator_rank, port=port, **options)
+                )
+        yield [made[rank] for rank in sorted(made)]
+
+
+def together(*calls):
+    """Runs each call in a thread of its own. Returns what each returned, or the exception that it raised."""
+    results = [None] * len(calls)
+
+    def run(place):
+        try:
+            results[place] = calls[place]()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def submit_all(handshakes, *spans, fingerprints=None):
+    """All these ranks submit the same spans at once."""
+    fingerprints = ["same"] * len(handshakes) if fingerprints is None else fingerprints
+    return together(
+        *(
+            lambda h=h, f=f: h.submit(request(h.rank, *spans, fingerprint=f))
+            for h, f in zip(handshakes, fingerprints, strict=True)
+        )
+    )
+
+
+def until(condition, what="it"):
+    """Looks until `condition()` is true, and returns what it gave."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.002)
+    return found
+
+
+class Peer:
+    """A connection to a coordinator, frame by frame."""
+
+    def __init__(self, port, host="127.0.0.1"):
+        self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+        self.decoder = _protocol.Decoder(_protocol.MAX_FRAME_BYTES)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.sock.close()
+
+    def send(self, *frames):
+        self.sock.sendall(b"".join(frames))
+
+    def receive(self):
+        """The next message; None at the end of the connection."""
+        while (message := self.decoder.next_message()) is None:
+            try:
+                data = self.sock.recv(65536)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self.decoder.feed(data)
+        return message
+
+    def hello(self, rank, secret="", **facts):
+        """Says who it is; returns the answer."""
+        nonce = self.receive().nonce
+        facts = {"rank": rank, "host": "somewhere", "pid": 12345, **facts}
+        self.send(_protocol.hello(facts, secret.encode(), nonce))
+        return self.receive()
