@@ -71,8 +71,8 @@ MAX_TEXT_NOTES = 8
 MAX_TEXT_SLOTS = 8
 MAX_WIDTH = 110
 
-# A group of more ranks than this is not looked for when a constant is checked for `rank % size`.
-MAX_GROUP_SIZE_GUESSED = 4096
+# Where the groups are not known, rows of a mesh up to this many ranks are tried, and larger ones that divide the world.
+MAX_ROW_GUESSED = 64
 
 # A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB.
 MAX_FILE_BYTES = 512 * 2**20
@@ -178,27 +178,31 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
     return ""
 
 
-def _indices(values: Mapping[int, float], groups: Iterable[Sequence[int]]) -> Iterator[tuple[str, Mapping[int, int]]]:
-    """What a constant may depend on: (name, value by rank)."""
-    yield "rank", {rank: rank for rank in values}
-    by_size: dict[int, list[Sequence[int]]] = {}
-    for group in groups:
-        if group not in by_size.setdefault(len(group), []):
-            by_size[len(group)].append(group)
+def _indices(
+    values: Mapping[int, float], groups: Iterable[Sequence[int]]
+) -> Iterator[tuple[str, Callable[[int], int]]]:
+    """What a constant may depend on: a name, and the index of a rank."""
+    yield "rank", lambda rank: rank
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for group in sorted({tuple(sorted(group)) for group in groups}):
+        by_size.setdefault(len(group), []).append(group)
     for size, known in sorted(by_size.items()):
-        place = {rank: sorted(group).index(rank) for group in known for rank in group}
         members = Counter(rank for group in known for rank in group)
         if size > 1 and all(members[rank] == 1 for rank in values):
-            yield f"(rank in its group of {size})", place
-    for size in range(2, min(max(values, default=0), MAX_GROUP_SIZE_GUESSED) + 1):
-        yield f"(rank % {size})", {rank: rank % size for rank in values}
-        yield f"(rank // {size})", {rank: rank // size for rank in values}
+            place = {rank: number for group in known for number, rank in enumerate(group)}
+            yield f"(rank in its group of {size})", place.__getitem__
+    # Without the groups: a mesh of ranks in order, whose rows have `size` ranks.
+    world_size = max(values, default=0) + 1
+    for size in range(2, world_size):
+        if size <= MAX_ROW_GUESSED or world_size % size == 0:
+            yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
+            yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
 
 
-def _affine(values: Mapping[int, float], name: str, index_of: Mapping[int, int]) -> str:
+def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], int]) -> str:
     points: dict[int, float] = {}
     for rank, value in values.items():
-        if points.setdefault(index_of[rank], value) != value:
+        if points.setdefault(index_of(rank), value) != value:
             return ""
     if len(points) < 2:
         return ""
@@ -245,7 +249,7 @@ _ADVICE = {
         "A fingerprint of the executable also differs where library versions or compiler flags do."
     ),
     "shard": (
-        "{numbers} are baked into the graph as Python constants{at}. Keep the shard's bounds in a buffer "
+        "{numbers} are baked into the graph as Python constants{at}. Keep {them} in a buffer "
         '(`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled '
         "function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
     ),
@@ -332,14 +336,15 @@ def _advice(report: "Report") -> list[str]:
         found["hosts"] = _ADVICE["hosts"]
     formulas = list(dict.fromkeys(difference.formula for difference in report.differences if difference.formula))
     shown = ", ".join(f"`{formula}`" for formula in formulas[:3])
-    what = "The bounds of the rank's shard" if "·" in shown else "Numbers that depend on the rank"
-    numbers = f"{what} ({shown})"
+    is_shard = "·" in shown  # a stride of one is more likely a number of its own, such as a seed
+    numbers = f"{'The bounds of the shard of each rank' if is_shard else 'Numbers that depend on the rank'} ({shown})"
+    them = "the shard's bounds" if is_shard else "them"
     for difference in report.differences:
         odd = format_ranks(rank for variant in difference.values for rank in report.variants[variant].ranks)
         at = f" ({difference.source.place})" if difference.source else ""
         for topic in _topics(difference):
             if topic not in found:
-                found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers)
+                found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers, them=them)
     if report.comparisons and not report.differences:
         found["nothing differs"] = _ADVICE["nothing differs"]
     return list(found.values())
@@ -378,10 +383,10 @@ def _version_lines(versions: Mapping[int, Mapping[str, str]]) -> list[str]:
     return lines
 
 
-def _source_text(source: Source | None, with_code: bool = True) -> str:
+def _source_text(source: Source | None) -> str:
     if source is None:
         return "no source line known"
-    return f"{source.place}: {clip(source.code)}" if with_code and source.code else source.place
+    return f"{source.place}: {clip(source.code)}" if source.code else source.place
 
 
 # --- The report -------------------------------------------------------------------------------------------------------

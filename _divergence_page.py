@@ -279,7 +279,7 @@ def _side_by_side(comparison: "BodyComparison", sides: list[str]) -> Iterator[st
             lines.append(_wide("skip", f"… {skipped:,} equal node{'' if skipped == 1 else 's'} …"))
             skipped = 0
         node = comparison.reference.nodes[row.left] if row.left is not None else comparison.other.nodes[row.right or 0]
-        if node.user_source is not None and node.user_source != source:
+        if node.user_source is not None and (source is None or node.user_source[:2] != source[:2]):
             source = node.user_source
             code = f": {_cut(source.code, 300)}" if source.code else ""
             lines.append(_wide("source code", f"{_place(source)}{code}"))

@@ -79,9 +79,9 @@ def test_many_changes_in_repeated_layers_are_followed():
 def timed(a, b):
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         pairs = _align.align(a, b)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     check(a, b, pairs)
     return best
 

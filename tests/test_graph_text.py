@@ -152,6 +152,11 @@ def test_colours_and_plain_code_are_read(vocabulary):
     [
         ("", ""),
         ("[rank3]:W1130 03:22:11.7 101 split_compiler.py:12] ", "[rank3]:W1130 03:22:12.0 101 split_compiler.py:12] "),
+        # As TORCH_LOGS=graph_code,aot_graphs writes them.
+        (
+            "V1130 04:01:00 8 torch/a.py:9] [0/0] [__x] /venv/fx/graph.py ",
+            "V1130 04:01:00 8 torch/a.py:9] [0/0] [__x] ",
+        ),
         ("WARNING:torch_tpu:", ""),
         ("[rank0]:WARNING:torch_tpu:", "[rank0]:"),
     ],
