@@ -169,7 +169,7 @@ def main() -> None:
         logger.setLevel(logging.ERROR)
     tell(f"{dist.get_world_size()} ranks; {ROWS_PER_RANK} rows of the vocabulary on each, then {BLOCKS} blocks.\n")
 
-    tell("1. The bounds are Python ints. The ranks' forward graphs differ, so all run skinny, split at each collective.")
+    tell("1. The bounds are Python ints. The ranks' forward graphs differ, so all run split at each collective.")
     skinny = run(mended=False, partial=False)
     tell_run(skinny)
 
