@@ -1183,7 +1183,7 @@ def _group_fact(node: Any, call: _CollectiveCall) -> str | None:
     if name is None:
         return None
     description = _description(group.process_group)
-    return f"group {name} = {format_ranks(group.ranks)}; size {len(group.ranks)}; description {description}"
+    return f"group {name} = {format_ranks(group.ranks, len(group.ranks))}; size {len(group.ranks)}; description {description}"
 
 
 def _mutations(node: Any) -> list[tuple[str, str]]:

@@ -81,13 +81,14 @@ class Reports:
             logger.warning("handshake: too many splits wait to be explained; one is left out: %s", record.reason)
             return
         variants = []
-        notes = []
+        lacking: dict[str, list[int]] = {}
         for digest, ranks in record.variants().items():
             text, note = _unpack(splits.graph(digest))
             if note:
-                notes.append(f"{format_ranks(ranks)} (fingerprint {digest.hex()[:12]}…): {note}")
+                lacking.setdefault(note, []).extend(ranks)
             hosts = {rank: f"{facts[rank].get('host')}:{facts[rank].get('pid')}" for rank in ranks if rank in facts}
             variants.append({"ranks": ranks, "fingerprint": digest.hex(), "text": text, "hosts": hosts})
+        notes = [f"{format_ranks(ranks)}: {note}" for note, ranks in lacking.items()]
         if record.missing:
             notes.append(f"{format_ranks(record.missing)} had not voted when this was written")
         spans = sorted(record.voters_at, key=lambda span: (-len(span[0].ranks), span[1]))
