@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 if __package__:
     from . import _protocol
-    from ._types import (
+    from ._vocabulary import (
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
@@ -32,7 +32,7 @@ if __package__:
     )
 else:
     import _protocol
-    from _types import (
+    from _vocabulary import (
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._types import (
+    from ._vocabulary import (
         CollectiveHandshakeRequest,
         HandshakeConfigError,
         HandshakeProtocolError,
@@ -37,7 +37,7 @@ if __package__:
         format_ranks,
     )
 else:
-    from _types import (
+    from _vocabulary import (
         CollectiveHandshakeRequest,
         HandshakeConfigError,
         HandshakeProtocolError,

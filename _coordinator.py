@@ -26,14 +26,14 @@ if __package__:
     from ._consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
     from ._reports import Finished, Reports
     from ._splits import Record, Reply, Splits, SplitVote
-    from ._types import HandshakeError, HandshakeProtocolError, ProcessGroupId
+    from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
 else:
     import _child
     import _protocol
     from _consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
     from _reports import Finished, Reports
     from _splits import Record, Reply, Splits, SplitVote
-    from _types import HandshakeError, HandshakeProtocolError, ProcessGroupId
+    from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -405,8 +405,8 @@ class Server:
         start: int,
         end: int,
     ) -> bool:
-        """`_vote` for the fields of `vote_of_one`, in few steps. Returns whether it is a vote that can be taken in them;
-        if not, nothing has changed."""
+        """`_vote` for the fields of `vote_of_one`, in few steps. Returns whether it is a vote that can be taken in
+        them; if not, nothing has changed."""
         group = connection.groups.get(group_number)
         if group is None or start >= end or self._reports is not None or self._splits.has_records:
             return False

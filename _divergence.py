@@ -41,7 +41,7 @@ if __package__:
         short_target,
     )
     from ._graph_text import Graph, Source, group_ranks, parse
-    from ._types import format_ranks
+    from ._vocabulary import format_ranks
 else:
     from _align import align
     from _divergence_page import MAX_COMPARISONS, page
@@ -60,7 +60,7 @@ else:
         short_target,
     )
     from _graph_text import Graph, Source, group_ranks, parse
-    from _types import format_ranks
+    from _vocabulary import format_ranks
 
 # The text goes into a log and is read in a terminal: a screen or two.
 MAX_TEXT_DIFFERENCES = 10

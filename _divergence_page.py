@@ -16,12 +16,12 @@ if __package__:
     from ._align import align
     from ._graph_diff import number_of
     from ._graph_text import Body, Node, Source
-    from ._types import format_ranks
+    from ._vocabulary import format_ranks
 else:
     from _align import align
     from _graph_diff import number_of
     from _graph_text import Body, Node, Source
-    from _types import format_ranks
+    from _vocabulary import format_ranks
 
 if TYPE_CHECKING:
     if __package__:

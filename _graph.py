@@ -46,9 +46,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._types import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
+    from ._vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
 else:
-    from _types import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
+    from _vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
 
 _logger = logging.getLogger("torch_tpu.handshake")
 
@@ -1183,7 +1183,8 @@ def _group_fact(node: Any, call: _CollectiveCall) -> str | None:
     if name is None:
         return None
     description = _description(group.process_group)
-    return f"group {name} = {format_ranks(group.ranks, len(group.ranks))}; size {len(group.ranks)}; description {description}"
+    size = len(group.ranks)
+    return f"group {name} = {format_ranks(group.ranks, size)}; size {size}; description {description}"
 
 
 def _mutations(node: Any) -> list[tuple[str, str]]:

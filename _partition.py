@@ -138,6 +138,10 @@ class OwnGraph:
     __slots__ = ("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "pinned")
 
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str = "exact") -> None:
+        """
+        Raises:
+            HandshakeError: the graph can't be hashed, or a collective's group can't be resolved.
+        """
         if __package__:
             from . import _graph
         else:
@@ -157,7 +161,8 @@ class OwnGraph:
             pinned and not _keeps_only_its_order(node) for node, pinned in zip(nodes, self.pinned, strict=True)
         ]
         self.modes = _modes(nodes, self.pinned)
-        self.describe: Callable[[int], str] = lambda position: _describe(nodes[position])
+        sizes = _size_inputs(nodes)
+        self.describe: Callable[[int], str] = lambda position: _describe(nodes[position], sizes)
 
     def takes_part(self, position: int) -> bool:
         return self.keys[position] != _NO_KEY
@@ -593,14 +598,16 @@ def _modes_at(own: OwnGraph, position: int) -> list[str]:
 
 
 def agree_on_plan(
-    exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str = "exact"
+    exchange: PlanRounds, graph: "torch.fx.GraphModule | OwnGraph", groups: str = "exact"
 ) -> Plan | None:
     """Goes through the rounds with the other ranks of the component.
 
     Args:
         exchange: the open rounds, from the ticket of a vote that was split.
-        graph_module: this rank's graph, the one that it voted on. It is only read.
-        groups: "exact" or "role", as in the fingerprint of the vote.
+        graph: this rank's graph, the one that it voted on. It is only read. A graph that is dispatched again and again
+            is better given as an `OwnGraph`, made once, before anything compiles it: that costs its hashing only once,
+            and compilers may narrow the ranges of symbolic sizes, which are in the keys.
+        groups: "exact" or "role", as in the fingerprint of the vote. An `OwnGraph` has it already.
 
     Returns:
         The plan, once all ranks of the component have the same fat segments; None: run the whole graph skinny. All
@@ -612,7 +619,7 @@ def agree_on_plan(
         going on skinny could hang.
     """
     try:
-        plan = _common_plan(exchange, graph_module, groups)
+        plan = _common_plan(exchange, graph if isinstance(graph, OwnGraph) else OwnGraph(graph, groups))
     except Exception as error:
         reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
         _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
@@ -622,9 +629,8 @@ def agree_on_plan(
     return plan if plan is not None and exchange.agree(plan.fingerprint) else None
 
 
-def _common_plan(exchange: PlanRounds, graph_module: "torch.fx.GraphModule", groups: str) -> Plan | None:
+def _common_plan(exchange: PlanRounds, own: OwnGraph) -> Plan | None:
     """The rounds but the last."""
-    own = OwnGraph(graph_module, groups)
     reference_rank = exchange.reference_rank()
     if reference_rank is None:
         return None
@@ -683,8 +689,7 @@ def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
             continue
         leader = leaders[positions[source]]
         if node.target is operator.getitem:
-            value = source.meta.get("val", source.meta.get("example_value"))
-            stays = isinstance(value, (tuple, list)) or _graph.is_collective(source)
+            stays = isinstance(_value(source), (tuple, list)) or _graph.is_collective(source)
         else:
             stays = _graph.is_collective(nodes[leader])
         if stays:
@@ -736,16 +741,45 @@ def _keeps_only_its_order(node: "torch.fx.Node") -> bool:
     return all(schema is not None and not schema.is_mutable for schema in schemas)
 
 
-def _describe(node: "torch.fx.Node") -> str:
+def _value(node: "torch.fx.Node") -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _size_inputs(nodes: Iterable["torch.fx.Node"]) -> dict[Any, "torch.fx.Node"]:
+    """The symbols that are inputs of the graph themselves, and their placeholders. None in a graph of fixed sizes."""
+    import torch
+
+    placeholders: dict[Any, torch.fx.Node] = {}
+    for node in nodes:
+        value = _value(node) if node.op == "placeholder" else None
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            placeholders.setdefault(value.node.expr, node)
+    return placeholders
+
+
+def _read_sizes(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> list["torch.fx.Node"]:
+    """The placeholders of the symbols in a value's shape and strides: a program that takes the value needs them."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    value = _value(node)
+    if not sizes or not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return []
+    return [sizes[symbol] for symbol in sorted(free_symbols(value), key=str) if symbol in sizes]
+
+
+def _describe(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> str:
     """What a value is, as far as a program that takes it as an input is compiled for it."""
     import torch
 
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = _value(node)
     if not isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} {value}"
-    if value.layout is not torch.strided:
-        return f"{value.dtype} {list(value.shape)} {value.layout} {value.device.type}"
-    return f"{value.dtype} {list(value.shape)} {list(value.stride())} {value.device.type}"
+        text = f"{type(value).__name__} {value}"
+    elif value.layout is not torch.strided:
+        text = f"{value.dtype} {list(value.shape)} {value.layout} {value.device.type}"
+    else:
+        text = f"{value.dtype} {list(value.shape)} {list(value.stride())} {value.device.type}"
+    return f"{text} {[str(_value(placeholder)) for placeholder in _read_sizes(node, sizes)]}"
 
 
 # ---------------------------------------------------------------------- splitting
@@ -779,6 +813,10 @@ def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule"
     return _split(graph_module, _separate(_leaders(nodes), collectives, positions))
 
 
+# Where a node keeps its "example_value" while its graph is split.
+_OWN_VALUE = "handshake_example_value"
+
+
 def _read_all(*values: Any) -> None:
     """Stands behind a fat segment while its graph is split, and reads what has to leave it."""
 
@@ -790,6 +828,8 @@ def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) ->
       graph is copied in the order of its segments.
     - It returns only what this rank reads, in the order of reading: a node that reads exactly what has to leave a fat
       segment follows it, and is taken out again.
+    - It gives a segment the sizes that its values depend on only if they are in "example_value", and fails where one is
+      no input of the graph: the copy has "example_value" where, and only where, they are.
     - It forgets a get_attr that only the output reads: the copy's output holds computed values only, and
       the real one is put back at the end.
     - It keeps names such as `self` for arguments unless told not to, reorders submodules unless told not to, and
@@ -804,9 +844,15 @@ def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) ->
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     segment_of: dict[torch.fx.Node, int] = {}
 
+    sizes = _size_inputs(originals)
+
     def copy(node: torch.fx.Node) -> torch.fx.Node:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        return copies[node]
+        made = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if "example_value" in made.meta:
+            made.meta[_OWN_VALUE] = made.meta.pop("example_value")
+        if _read_sizes(node, sizes):
+            made.meta["example_value"] = _value(node)
+        return made
 
     for node in originals:
         if node.op in ("placeholder", "get_attr"):
@@ -838,6 +884,11 @@ def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) ->
     _return_what_was_returned(split, graph_module, originals[-1], computed)
     for number, segment in enumerate(segments):
         _rename(split, f"submod_{2 * number}", f"{segment.kind}_{number}")
+    for part in (split, *split.children()):
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("example_value", None)
+            if _OWN_VALUE in node.meta:
+                node.meta["example_value"] = node.meta.pop(_OWN_VALUE)
     split.graph.lint()
     split.recompile()
     return split

@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._types import DIGEST_BYTES, HandshakeProtocolError
+    from ._vocabulary import DIGEST_BYTES, HandshakeProtocolError
 else:
-    from _types import DIGEST_BYTES, HandshakeProtocolError
+    from _vocabulary import DIGEST_BYTES, HandshakeProtocolError
 
 MAGIC = b"TPU-HS\r\n"
 VERSION = 1

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 if __package__:
     from ._client import Deadline, Endpoint
-    from ._types import HandshakeConfigError, HandshakePeerLostError
+    from ._vocabulary import HandshakeConfigError, HandshakePeerLostError
 else:
     from _client import Deadline, Endpoint
-    from _types import HandshakeConfigError, HandshakePeerLostError
+    from _vocabulary import HandshakeConfigError, HandshakePeerLostError
 
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 ADDRESS_VARIABLE = "MASTER_ADDR"

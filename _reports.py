@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _child
     from ._splits import Record, Splits
-    from ._types import format_ranks
+    from ._vocabulary import format_ranks
 else:
     import _child
     from _splits import Record, Splits
-    from _types import format_ranks
+    from _vocabulary import format_ranks
 
 logger = logging.getLogger("torch_tpu.handshake")
 

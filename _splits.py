@@ -27,11 +27,11 @@ from typing import NamedTuple
 if __package__:
     from ._consensus import Span
     from ._protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
-    from ._types import format_ranks
+    from ._vocabulary import format_ranks
 else:
     from _consensus import Span
     from _protocol import ABORT, AGREE, INTERSECT, REFERENCE, SHARE
-    from _types import format_ranks
+    from _vocabulary import format_ranks
 
 # Split components that are kept at once. A job that splits at every step settles one before the next; this many
 # means that their ranks never come, and the oldest are given up.

@@ -465,7 +465,7 @@ def _import_us() -> float:
 def measure_calls(options: Options) -> list[Row]:
     """What a rank pays at every dispatch before anything is sent, and once at import."""
     import _protocol
-    import _types
+    import _vocabulary
     import handshake
 
     options.progress("single calls")
@@ -482,7 +482,7 @@ def measure_calls(options: Options) -> list[Row]:
             for group, count in request.pg_collective_counts.items()
             if count.num_collectives_in_graph
         ]
-        return _protocol.vote(1, 0, _types.fingerprint_digest(request.executable_fingerprint), spans)
+        return _protocol.vote(1, 0, _vocabulary.fingerprint_digest(request.executable_fingerprint), spans)
 
     times = {
         f"should_handshake(), world of {LARGE_WORLD:,}": microseconds(

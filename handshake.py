@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _client, _coordinator, _protocol, _rendezvous
     from ._client import Deadline, Endpoint, PendingVote
-    from ._types import (
+    from ._vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
         CollectiveHandshakeResponse,
@@ -48,7 +48,7 @@ else:
     import _protocol
     import _rendezvous
     from _client import Deadline, Endpoint, PendingVote
-    from _types import (
+    from _vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
         CollectiveHandshakeResponse,

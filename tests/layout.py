@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tests find the modules under test.
 
-``load("_types")`` is the one way in. By default it imports the flat file beside this folder; with
-``HANDSHAKE_PACKAGE=torch_tpu._internal.distributed`` it imports ``torch_tpu._internal.distributed._types``, so that the
-same suite runs on a vendored copy.
+``load("_vocabulary")`` is the one way in. By default it imports the flat file beside this folder; with
+``HANDSHAKE_PACKAGE=torch_tpu._internal.distributed`` it imports
+``torch_tpu._internal.distributed._vocabulary``, so that the same suite runs on a vendored copy.
 
 A child process that a test starts uses `child_environment()`; it can then say ``from layout import load`` as well.
 """

@@ -11,7 +11,7 @@ from layout import load
 _client = load("_client")
 _coordinator = load("_coordinator")
 _protocol = load("_protocol")
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 handshake = load("handshake")
 
 # A test that waits this long for anything has failed.
@@ -20,9 +20,9 @@ PATIENCE_S = 20.0
 
 def counts(*spans):
     """Collective counts from spans `(ranks, before, number)`."""
-    return _types.RankCollectiveCounts(
+    return _vocabulary.RankCollectiveCounts(
         {
-            _types.ProcessGroupId(ranks): _types.ProcessGroupCollectiveCount(before, number)
+            _vocabulary.ProcessGroupId(ranks): _vocabulary.ProcessGroupCollectiveCount(before, number)
             for ranks, before, number in spans
         }
     )
@@ -30,7 +30,7 @@ def counts(*spans):
 
 def request(rank, *spans, fingerprint="same"):
     """A vote of `rank`, with spans `(ranks, before, number)`."""
-    return _types.CollectiveHandshakeRequest(counts(*spans), fingerprint, rank)
+    return _vocabulary.CollectiveHandshakeRequest(counts(*spans), fingerprint, rank)
 
 
 @contextlib.contextmanager

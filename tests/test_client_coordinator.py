@@ -18,7 +18,7 @@ _consensus = load("_consensus")
 _coordinator = load("_coordinator")
 _protocol = load("_protocol")
 _splits = load("_splits")
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 
 BLOCKING, PARTIAL = _protocol.BLOCKING, _protocol.PARTIAL
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = (
@@ -128,7 +128,7 @@ def test_a_vote_past_the_end_of_a_world_is_the_callers_error_and_nothing_is_sent
     with running() as job:
         client = job.client(0)
         sent = client.bytes_sent
-        with pytest.raises(_types.HandshakeConfigError, match="ranks 0, 2 reach outside a world of 2 ranks"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="ranks 0, 2 reach outside a world of 2 ranks"):
             vote(client, ((0, 2), 0, 1))
         assert client.bytes_sent == sent
         other = job.client(1)
@@ -203,8 +203,8 @@ def test_eager_collectives_that_were_recorded_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(_client, "GAP_WAIT_S", WAIT_S)
 
     def play(client):
-        standing = _types.RankCollectiveCounts()
-        group = _types.ProcessGroupId((0, 1))
+        standing = _vocabulary.RankCollectiveCounts()
+        group = _vocabulary.ProcessGroupId((0, 1))
         found = []
         for eager in (3, 0, 2):
             standing.record_eager_collectives(group, eager)
@@ -370,12 +370,12 @@ def test_the_end_of_the_coordinator_answers_everybody(kind):
         job.coordinator.close()
         job.coordinator.close()
         for client, pending in zip(clients, votes, strict=False):
-            with pytest.raises(_types.HandshakePeerLostError) as error:
+            with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
                 client.wait(pending, WAIT_S)
             assert "the coordinator (rank 0, here:1) is lost" in str(error.value)
             assert "rank 0, which coordinates, closed the handshake or exited" in str(error.value)
             assert error.value.ranks == (0,)
-        with pytest.raises(_types.HandshakePeerLostError, match="closed the handshake or exited"):
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="closed the handshake or exited"):
             outcome(clients[2], ((0, 1, 2), 0, 1))
         socket.create_server(("127.0.0.1", job.port)).close()  # nobody listens there any more
 
@@ -396,7 +396,7 @@ def test_closing_wakes_the_threads_that_wait():
         results = together(*(lambda p=p: wait(p) for p in votes), close)
         assert results.pop() is None
         for error in results:
-            assert type(error) is _types.HandshakeError and "the handshake was closed" in str(error)
+            assert type(error) is _vocabulary.HandshakeError and "the handshake was closed" in str(error)
 
 
 # ---------------------------------------------------------------------- exchanges
@@ -637,10 +637,10 @@ def test_refusals_say_what_differs_and_whose_it_is():
 
 def test_a_refused_client_gets_the_reason():
     with running() as job:
-        with pytest.raises(_types.HandshakeProtocolError, match=r"rank 5 was refused: .* outside the world of 2"):
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match=r"rank 5 was refused: .* outside the world of 2"):
             job.client(5)
         first = job.client(1)
-        with pytest.raises(_types.HandshakeProtocolError, match="two processes say that they are rank 1"):
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match="two processes say that they are rank 1"):
             job.client(1)
         zero = job.client(0)
         assert together(lambda: outcome(zero, ((0, 1), 0, 1)), lambda: outcome(first, ((0, 1), 0, 1))) == [FAT] * 2
@@ -686,7 +686,7 @@ def connect(port, seconds=WAIT_S, hosts=("127.0.0.1",)):
 @pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(64))])
 def test_somebody_elses_server(banner):
     with listening(lambda sock: sock.sendall(banner)) as port:
-        with pytest.raises(_types.HandshakeProtocolError) as error:
+        with pytest.raises(_vocabulary.HandshakeProtocolError) as error:
             connect(port)
         assert f"what listens on 127.0.0.1 port {port} is no handshake coordinator" in str(error.value)
         assert "TORCH_TPU_INTERNAL_HANDSHAKE_PORT" in str(error.value)
@@ -695,7 +695,7 @@ def test_somebody_elses_server(banner):
 def test_a_coordinator_of_another_version():
     other = _protocol.greeting(bytes(16), _protocol.VERSION + 1)
     with listening(lambda sock: sock.sendall(other)) as port:
-        with pytest.raises(_types.HandshakeProtocolError) as error:
+        with pytest.raises(_vocabulary.HandshakeProtocolError) as error:
             connect(port)
         text = str(error.value)
         assert f"speaks version {_protocol.VERSION + 1} of the handshake protocol" in text
@@ -706,7 +706,7 @@ def test_a_coordinator_of_another_version():
 def test_nobody_is_there(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(_types.HandshakePeerLostError) as error:
+    with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
         connect(port, seconds=0.1)
     assert "rank 1 found no handshake coordinator within 0.1 s" in str(error.value)
     assert f"127.0.0.1 port {port}: Connection refused" in str(error.value)
@@ -718,13 +718,13 @@ def test_nobody_is_there(monkeypatch):
 def test_nobody_answers(serve):
     with listening(serve) as port:
         started = time.monotonic()
-        with pytest.raises(_types.HandshakePeerLostError, match=f"127.0.0.1 port {port}"):
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match=f"127.0.0.1 port {port}"):
             connect(port, seconds=0.15)
         assert time.monotonic() - started < 2.0
 
 
 def test_a_name_that_does_not_resolve():
-    with pytest.raises(_types.HandshakePeerLostError, match=r"no-such-host\.invalid"):
+    with pytest.raises(_vocabulary.HandshakePeerLostError, match=r"no-such-host\.invalid"):
         connect(1, seconds=0.05, hosts=("no-such-host.invalid",))
 
 
@@ -765,10 +765,10 @@ def _serve_after_welcome(*frames):
 def test_a_coordinator_that_breaks_the_protocol(frames, words):
     with listening(_serve_after_welcome(*frames)) as port:
         client = connect(port)
-        with pytest.raises(_types.HandshakeProtocolError, match=words) as error:
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match=words) as error:
             outcome(client, ((0, 1), 0, 1))
         assert "the coordinator (rank 0, h:7)" in str(error.value)
-        with pytest.raises(_types.HandshakeProtocolError, match=words):
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match=words):
             outcome(client, ((0, 1), 1, 1))
         client.close("done")
 
@@ -778,7 +778,8 @@ def test_a_coordinator_that_hangs(monkeypatch):
     with listening(_serve_after_welcome()) as port:
         client = connect(port)
         pending = vote(client, ((0, 1), 0, 1))
-        with pytest.raises(_types.HandshakeTimeoutError, match=r"the coordinator \(rank 0, h:7\) has not answered"):
+        said = r"the coordinator \(rank 0, h:7\) has not answered"
+        with pytest.raises(_vocabulary.HandshakeTimeoutError, match=said):
             client.wait(pending, 0.05)
         client.close("done")
 

@@ -19,7 +19,7 @@ import pytest
 from layout import load
 from oracle import FAT, PEER_LOST, SPLIT, TIMEOUT, WAITS, Group, Oracle, Vote
 
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 _consensus = load("_consensus")
 
 # Seeds per kind of world. Together with the other numbers here: some 6,000 worlds in less than 15 s.
@@ -164,16 +164,16 @@ class Case:
     def requests_of(rank: int, program: list[Step]) -> list:
         """What the rank would really send: its whole counts, groups idle in the graph included."""
         requests = []
-        position = _types.RankCollectiveCounts()
+        position = _vocabulary.RankCollectiveCounts()
         for fingerprint, counts in program:
             if fingerprint is None:
                 for group, count in counts.items():
-                    position.record_eager_collectives(_types.ProcessGroupId(group), count)
+                    position.record_eager_collectives(_vocabulary.ProcessGroupId(group), count)
                 continue
             position.increment_pg_collective_counts(
-                {_types.ProcessGroupId(group): count for group, count in counts.items()}
+                {_vocabulary.ProcessGroupId(group): count for group, count in counts.items()}
             )
-            requests.append(_types.CollectiveHandshakeRequest(copy.deepcopy(position), fingerprint, rank))
+            requests.append(_vocabulary.CollectiveHandshakeRequest(copy.deepcopy(position), fingerprint, rank))
         return requests
 
     def interleaving(self) -> list[Vote]:
@@ -364,7 +364,7 @@ def test_a_refused_vote_changes_nothing() -> None:
                 continue
             stale = case.draw.choice([other for other in run.order if other.rank == vote.rank])
             before = run.machine.next_deadline()
-            with pytest.raises(_types.HandshakeProtocolError):
+            with pytest.raises(_vocabulary.HandshakeProtocolError):
                 run.machine.put_request(case.requests[stale], 0.0, blocking=False)
             refused += 1
             assert run.machine.next_deadline() == before
@@ -545,17 +545,17 @@ class Endless:
 
     def __init__(self) -> None:
         self.machine = _consensus._CollectiveHandshakeConsensus(5, timeout_s=60.0)
-        self.world = _types.ProcessGroupId([0, 1, 2, 3])
-        self.pairs = [_types.ProcessGroupId([0, 1]), _types.ProcessGroupId([2, 3])]
-        self.with_laggard = _types.ProcessGroupId([0, 1, 4])  # rank 4 never votes
-        self.counts = [_types.RankCollectiveCounts() for _ in range(4)]
+        self.world = _vocabulary.ProcessGroupId([0, 1, 2, 3])
+        self.pairs = [_vocabulary.ProcessGroupId([0, 1]), _vocabulary.ProcessGroupId([2, 3])]
+        self.with_laggard = _vocabulary.ProcessGroupId([0, 1, 4])  # rank 4 never votes
+        self.counts = [_vocabulary.RankCollectiveCounts() for _ in range(4)]
         self.now = 0.0
         self.waiting = 0
         self.outcomes: set[str] = set()
 
     def vote(self, rank: int, fingerprint: str, collectives: dict) -> None:
         self.counts[rank].increment_pg_collective_counts(collectives)
-        request = _types.CollectiveHandshakeRequest(copy.copy(self.counts[rank]), fingerprint, rank)
+        request = _vocabulary.CollectiveHandshakeRequest(copy.copy(self.counts[rank]), fingerprint, rank)
         self.waiting += 1
         self.take(self.machine.put_request(request, self.now))
 

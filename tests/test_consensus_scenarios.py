@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 from layout import load
 
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 _consensus = load("_consensus")
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -83,12 +83,13 @@ class Player:
             if span is None:
                 raise ValueError(f"no span: {text!r}")
             start, end = int(span["start"]), int(span["end"])
-            group = _types.ProcessGroupId(self.groups[span["group"]])
-            counts[group] = _types.ProcessGroupCollectiveCount(start, end - start)
+            group = _vocabulary.ProcessGroupId(self.groups[span["group"]])
+            counts[group] = _vocabulary.ProcessGroupCollectiveCount(start, end - start)
         try:
-            request = _types.CollectiveHandshakeRequest(_types.RankCollectiveCounts(counts), fingerprint, rank)
+            of_rank = _vocabulary.RankCollectiveCounts(counts)
+            request = _vocabulary.CollectiveHandshakeRequest(of_rank, fingerprint, rank)
             decisions = self.machine.put_request(request, self.now, blocking=blocking)
-        except _types.HandshakeError as error:
+        except _vocabulary.HandshakeError as error:
             return self.wrapped(f"  refused, {type(error).__name__}: ", str(error))
         self.waiting.append(f"rank {rank} {fingerprint}")
         return self.answers(decisions) or ["  waits"]
@@ -117,7 +118,7 @@ class Player:
             for notice in self.machine.notices(self.now):
                 told.setdefault(notice.text, []).append(notice.rank)
             for text, ranks in told.items():
-                happened += self.wrapped(f"  told to {_types.format_ranks(ranks)}: ", text)
+                happened += self.wrapped(f"  told to {_vocabulary.format_ranks(ranks)}: ", text)
             if happened:
                 lines += [f"  at {self.now:g} s", *(f"  {line}" for line in happened)]
         self.now = until

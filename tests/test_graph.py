@@ -26,14 +26,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 _graph = load("_graph")
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 
 c10d = torch.ops._c10d_functional
 fingerprint = _graph.graph_fingerprint
 
 
 def group_id(*ranks):
-    return _types.ProcessGroupId(ranks)
+    return _vocabulary.ProcessGroupId(ranks)
 
 
 def make_groups():
@@ -590,7 +590,7 @@ def test_equal_roles_mean_the_same_group_to_all_its_members():
 
 
 def test_groups_must_be_named_in_a_known_way():
-    with pytest.raises(_types.HandshakeConfigError, match=r"ranks.*exact, role"):
+    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"ranks.*exact, role"):
         fingerprint(built((torch.sin, ({0},))), "ranks")
 
 
@@ -641,7 +641,7 @@ def test_waiting_is_no_collective():
         node = list(graph_module.graph.nodes)[1]
         assert not _graph.is_collective(node)
         assert _graph.count_collectives(graph_module) == {}
-        with pytest.raises(_types.HandshakeConfigError, match=r"is no collective"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"is no collective"):
             _graph.collective_group(node)
 
 
@@ -690,7 +690,7 @@ def test_a_peer_is_a_rank_within_the_group_or_the_global_one_that_dynamo_writes(
             assert names_of(_graph.count_collectives(graph_module)) == {tuple(sorted((1, peer))): 1}
         for number in (2, None):
             graph_module = built((c10d.isend.default, ({0}, number, 0, ends.group_name)))
-            with pytest.raises(_types.HandshakeConfigError, match=r"isend.*(rank 2.*ranks 1, 3|not known)"):
+            with pytest.raises(_vocabulary.HandshakeConfigError, match=r"isend.*(rank 2.*ranks 1, 3|not known)"):
                 _graph.count_collectives(graph_module)
 
 
@@ -765,11 +765,11 @@ def test_a_group_that_is_not_known_is_an_error_that_names_node_and_line():
         pair = dist.new_group([0, 1])
         graph_module = compiled(lambda x: all_reduce(x.sin(), pair), ones(3)).forward[0]  # this line is named
     with world(1):
-        with pytest.raises(_types.HandshakeConfigError) as raised:
+        with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
             _graph.count_collectives(graph_module)
         assert "node all_reduce (_c10d_functional.all_reduce.default)" in str(raised.value)
         assert re.search(r"test_graph\.py:\d+: .*funcol\.all_reduce", str(raised.value))
-        with pytest.raises(_types.HandshakeConfigError, match="all_reduce"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="all_reduce"):
             _graph.canonical_nodes(graph_module)
         assert fingerprint(graph_module).startswith("unhashable-")
 
@@ -785,10 +785,10 @@ def test_registered_ops_are_collectives():
         _graph.register_collective("handshake_test::ring_reduce", "ring")
         assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
         _graph.register_collective("handshake_test::other", "ring")
-        with pytest.raises(_types.HandshakeConfigError, match=r"handshake_test::other.*'ring'"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"handshake_test::other.*'ring'"):
             _graph.count_collectives(built((ops.other.default, ({0},))))
     for name in ("ring_reduce", "a.b", ""):
-        with pytest.raises(_types.HandshakeConfigError, match="no qualified op name"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="no qualified op name"):
             _graph.register_collective(name)
 
 
@@ -869,7 +869,7 @@ def test_a_graph_that_cannot_be_hashed_equals_no_other_and_says_why(caplog):
     assert all(re.fullmatch(r"unhashable-[0-9a-f]{32}", text) for text in prints)
     assert len(caplog.records) == 2
     assert "node isinstance_1" in caplog.text and "Opaque" in caplog.text and "0x" not in caplog.text
-    with pytest.raises(_types.HandshakeError, match=r"isinstance_1.*Opaque"):
+    with pytest.raises(_vocabulary.HandshakeError, match=r"isinstance_1.*Opaque"):
         _graph.canonical_nodes(graph_module)
     assert fingerprint(with_attribute(torch.nn.Parameter(ones(2)))) == fingerprint(
         with_attribute(torch.nn.Parameter(ones(2)))

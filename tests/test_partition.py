@@ -20,6 +20,7 @@ from layout import child_environment, load
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
 from partition_programs import (  # noqa: E402
     PROGRAMS,
     TOKENS,
@@ -31,6 +32,8 @@ from partition_programs import (  # noqa: E402
     reduce,
     segments_of,
 )
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import free_symbols  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 _graph = load("_graph")
@@ -175,13 +178,14 @@ def test_one_more_op_on_one_rank_leaves_two_fat_segments(vocabulary_parallel, re
             assert plan.num_fat_collectives >= collectives - 1
         programs = [programs_of(graph, plan) for graph, plan in zip(per_rank, plans, strict=True)]
         assert all(program == programs[0] for program in programs)
-        # One bit a node in the first round, two in the second.
+        # One bit a node in the first intersection, two in the second.
         assert max(rounds.sent) <= 3 * (len(per_rank[reference].graph.nodes) + 8) / 8
 
 
 def test_one_graph_needs_no_cut(vocabulary_parallel):
     graphs, _ = vocabulary_parallel
-    plans, _ = plans_of([graphs[2][0]] * 3)
+    own = _partition.OwnGraph(graphs[2][0])  # made ahead, as for a graph that is dispatched again and again
+    plans, _ = plans_of([own, graphs[2][0], own])
     assert [kinds(plan) for plan in plans] == [["fat"]] * 3
 
 
@@ -243,6 +247,31 @@ def test_values_of_other_shape_at_the_boundary_are_another_program():
 
     plans, _ = plans_of([program(rank) for rank in range(2)])
     assert plans == [None, None]
+
+
+def test_a_segment_takes_the_sizes_that_its_values_depend_on():
+    """Inductor can't compile a program whose inputs have sizes such as 2·s0 but that doesn't get s0."""
+    graphs = []
+
+    def keep(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return make_boxed_func(graph_module.forward)
+
+    def function(x):
+        return reduce(torch.cat([reduce(x.sin()), x]).exp()) * x.shape[0]
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=aot_autograd(fw_compiler=keep), dynamic=True)(torch.ones(6, 3))
+    (graph,) = graphs
+    plans, _ = plans_of([graph, graph])
+    for split in (_partition.split_skinny(graph), _partition.split_by_plan(graph, plans[0])):
+        assert_runs_alike(graph, split)
+        for segment in split.children():
+            inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
+            sizes = {value.node.expr for value in inputs if isinstance(value, torch.SymInt)}
+            for value in inputs:
+                assert free_symbols(value) <= sizes
+            assert all("example_value" not in node.meta for node in segment.graph.nodes)
 
 
 def test_a_plan_of_another_graph_is_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout import load
 
 _protocol = load("_protocol")
-_types = load("_types")
+_vocabulary = load("_vocabulary")
 
 DIGEST = bytes(range(16))
 NONCE = b"n" * _protocol.NONCE_BYTES
@@ -185,11 +185,11 @@ def test_bad_frame_raises_and_keeps_raising(name):
     data, words = BAD[name]
     decoder = _decoder()
     decoder.feed(data)
-    with pytest.raises(_types.HandshakeProtocolError, match=words) as first:
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=words) as first:
         decoder.next_message()
     decoder.feed(FRAMES["goodbye"][0])
     for _ in range(2):
-        with pytest.raises(_types.HandshakeProtocolError) as again:
+        with pytest.raises(_vocabulary.HandshakeProtocolError) as again:
             decoder.next_message()
         assert str(again.value) == str(first.value)
     assert decoder.is_within_frame
@@ -201,7 +201,7 @@ def test_bad_frame_byte_by_byte_and_after_good_ones(name):
     decoder = _decoder()
     decoder.feed(FRAMES["notice"][0])
     assert decoder.next_message() == FRAMES["notice"][1]
-    with pytest.raises(_types.HandshakeProtocolError, match=words):
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=words):
         for place in range(len(data)):
             decoder.feed(data[place : place + 1])
             assert decoder.next_message() is None
@@ -216,8 +216,8 @@ def test_random_bytes_raise_nothing_else(data, cuts):
         for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(data)], strict=True):
             decoder.feed(data[start:end])
             _messages(decoder)
-    except _types.HandshakeProtocolError:
-        with pytest.raises(_types.HandshakeProtocolError):
+    except _vocabulary.HandshakeProtocolError:
+        with pytest.raises(_vocabulary.HandshakeProtocolError):
             decoder.next_message()
 
 
@@ -228,7 +228,7 @@ def test_random_body_of_every_kind_raises_nothing_else(kind, body):
     decoder.feed(_protocol.frame(kind, body))
     try:
         message = decoder.next_message()
-    except _types.HandshakeProtocolError:
+    except _vocabulary.HandshakeProtocolError:
         return
     assert message is not None
 
@@ -244,7 +244,7 @@ def test_one_byte_changed_raises_nothing_else():
             decoder.feed(bytes(changed))
             try:
                 _messages(decoder)
-            except _types.HandshakeProtocolError:
+            except _vocabulary.HandshakeProtocolError:
                 pass
 
 
@@ -284,7 +284,7 @@ def test_ranks_survive_their_runs(ranks):
     "runs", [[(0, 2**20 + 1, 1)], [(0, 2**19 + 1, 1), (2**19, 2**19, 1)], [(5, 1, 2**20), (2**20 - 5, 6, 1)]]
 )
 def test_ranks_beyond_the_largest_world_are_refused(runs):
-    with pytest.raises(_types.HandshakeProtocolError):
+    with pytest.raises(_vocabulary.HandshakeProtocolError):
         _protocol.ranks_of(runs)
 
 
@@ -303,7 +303,7 @@ def test_lengths_are_checked_before_anything_is_allocated():
             decoder.feed(data)
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
-            with pytest.raises(_types.HandshakeProtocolError):
+            with pytest.raises(_vocabulary.HandshakeProtocolError):
                 decoder.next_message()
             _, peak = tracemalloc.get_traced_memory()
             assert peak - before < 200_000
@@ -314,7 +314,7 @@ def test_lengths_are_checked_before_anything_is_allocated():
 def test_a_stranger_may_send_a_small_first_frame_only():
     decoder = _protocol.Decoder()
     decoder.feed(struct.pack("!IB", _protocol.MAX_FRAME_BYTES_AT_FIRST + 1, _protocol.HELLO))
-    with pytest.raises(_types.HandshakeProtocolError, match=f"at most {_protocol.MAX_FRAME_BYTES_AT_FIRST}"):
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"at most {_protocol.MAX_FRAME_BYTES_AT_FIRST}"):
         decoder.next_message()
 
     decoder = _protocol.Decoder()
@@ -337,14 +337,14 @@ def test_graph_and_payload_have_limits_of_their_own(make, limit):
     decoder.feed(make(limit))
     assert decoder.next_message() is not None
     decoder.feed(make(limit + 1))
-    with pytest.raises(_types.HandshakeProtocolError, match=f"at most {limit}"):
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"at most {limit}"):
         decoder.next_message()
 
 
 def test_too_many_spans_are_refused():
     decoder = _decoder()
     decoder.feed(_protocol.vote(1, 0, DIGEST, [(n, 0, 1) for n in range(_protocol.MAX_SPANS + 1)]))
-    with pytest.raises(_types.HandshakeProtocolError, match=f"{_protocol.MAX_SPANS + 1} spans"):
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"{_protocol.MAX_SPANS + 1} spans"):
         decoder.next_message()
 
 

@@ -9,12 +9,13 @@ import random
 import pytest
 from layout import load
 
-_types = load("_types")
-Count = _types.ProcessGroupCollectiveCount
-Counts = _types.RankCollectiveCounts
-Group = _types.ProcessGroupId
-Request = _types.CollectiveHandshakeRequest
-Response = _types.CollectiveHandshakeResponse
+_vocabulary = load("_vocabulary")
+LAST = _vocabulary.MAX_LINE_POSITION
+Count = _vocabulary.ProcessGroupCollectiveCount
+Counts = _vocabulary.RankCollectiveCounts
+Group = _vocabulary.ProcessGroupId
+Request = _vocabulary.CollectiveHandshakeRequest
+Response = _vocabulary.CollectiveHandshakeResponse
 
 WORLD = Group(range(4))
 EVEN = Group([0, 2])
@@ -38,29 +39,29 @@ class ForeignGroup:
 @pytest.mark.parametrize(
     ("error", "also"),
     [
-        (_types.HandshakeTimeoutError, TimeoutError),
-        (_types.HandshakePeerLostError, ConnectionError),
-        (_types.HandshakeConfigError, ValueError),
-        (_types.HandshakeProtocolError, RuntimeError),
+        (_vocabulary.HandshakeTimeoutError, TimeoutError),
+        (_vocabulary.HandshakePeerLostError, ConnectionError),
+        (_vocabulary.HandshakeConfigError, ValueError),
+        (_vocabulary.HandshakeProtocolError, RuntimeError),
     ],
 )
 def test_errors_can_be_caught_as_what_they_are(error, also) -> None:
     raised = error("ranks 2, 3 did not come", ranks=[3, 2], group=(0, 2, 3), span=(4, 6), seconds=60.0)
     assert isinstance(raised, also)
-    assert isinstance(raised, _types.HandshakeError)
+    assert isinstance(raised, _vocabulary.HandshakeError)
     assert isinstance(raised, RuntimeError)
     assert str(raised) == "ranks 2, 3 did not come"
     assert (raised.ranks, raised.group, raised.span, raised.seconds) == ((2, 3), (0, 2, 3), (4, 6), 60.0)
 
 
 def test_an_error_need_not_know_more_than_its_text() -> None:
-    raised = _types.HandshakeError("no")
+    raised = _vocabulary.HandshakeError("no")
     assert (raised.ranks, raised.group, raised.span, raised.seconds) == ((), None, None, None)
 
 
 @pytest.mark.parametrize("error", ["HandshakeError", "HandshakeTimeoutError", "HandshakePeerLostError"])
 def test_an_error_keeps_its_fields_on_the_way_to_another_process(error: str) -> None:
-    raised = getattr(_types, error)("late", ranks=[1], group=(0, 1), span=(0, 2), seconds=3.0)
+    raised = getattr(_vocabulary, error)("late", ranks=[1], group=(0, 1), span=(0, 2), seconds=3.0)
     arrived = pickle.loads(pickle.dumps(raised))
     assert type(arrived) is type(raised)
     assert (str(arrived), arrived.ranks, arrived.group, arrived.span, arrived.seconds) == (
@@ -86,17 +87,17 @@ def test_an_error_keeps_its_fields_on_the_way_to_another_process(error: str) -> 
 )
 def test_stage_from_the_environment(monkeypatch: pytest.MonkeyPatch, value: str | None, stage: str) -> None:
     if value is None:
-        monkeypatch.delenv(_types.STAGE_VARIABLE, raising=False)
+        monkeypatch.delenv(_vocabulary.STAGE_VARIABLE, raising=False)
     else:
-        monkeypatch.setenv(_types.STAGE_VARIABLE, value)
-    assert _types.HandshakeStage.from_env() is _types.HandshakeStage[stage]
+        monkeypatch.setenv(_vocabulary.STAGE_VARIABLE, value)
+    assert _vocabulary.HandshakeStage.from_env() is _vocabulary.HandshakeStage[stage]
 
 
 def test_a_stage_that_is_none_names_the_variable_and_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_types.STAGE_VARIABLE, "ON")
-    with pytest.raises(_types.HandshakeConfigError) as raised:
-        _types.HandshakeStage.from_env()
-    for part in (_types.STAGE_VARIABLE, "'ON'", "OFF", "COMPILE_STAGE", "DISPATCH_STAGE"):
+    monkeypatch.setenv(_vocabulary.STAGE_VARIABLE, "ON")
+    with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
+        _vocabulary.HandshakeStage.from_env()
+    for part in (_vocabulary.STAGE_VARIABLE, "'ON'", "OFF", "COMPILE_STAGE", "DISPATCH_STAGE"):
         assert part in str(raised.value)
 
 
@@ -119,11 +120,11 @@ def test_a_stage_that_is_none_names_the_variable_and_the_choices(monkeypatch: py
     ],
 )
 def test_format_ranks(ranks, text: str) -> None:
-    assert _types.format_ranks(ranks) == text
+    assert _vocabulary.format_ranks(ranks) == text
 
 
 def test_format_ranks_counts_the_ranks_that_it_leaves_out() -> None:
-    assert _types.format_ranks([0, 2, 3, 10, 11, 12], most_ranges=2) == "ranks 0, 2-3 and 3 more"
+    assert _vocabulary.format_ranks([0, 2, 3, 10, 11, 12], most_ranges=2) == "ranks 0, 2-3 and 3 more"
 
 
 def test_a_group_behaves_as_its_ranks() -> None:
@@ -174,43 +175,43 @@ def test_copies_of_a_group_are_the_group_and_pickles_equal_it() -> None:
     ],
 )
 def test_a_group_that_is_none(ranks, world_size, said: str) -> None:
-    with pytest.raises(_types.HandshakeConfigError) as raised:
+    with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
         Group(ranks, world_size)
     assert said in str(raised.value)
 
 
 def test_the_error_for_a_huge_group_stays_short() -> None:
-    with pytest.raises(_types.HandshakeConfigError) as raised:
+    with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
         Group([*range(100_000), 5])
     assert len(str(raised.value)) < 400
 
 
 def test_other_group_classes_are_taken_by_their_ranks() -> None:
     ranks = (0, 2)
-    assert _types.as_process_group_id(ForeignGroup(ranks)) == EVEN
-    assert _types.as_process_group_id(ForeignGroup(ranks)) is _types.as_process_group_id(ForeignGroup(ranks))
-    assert _types.as_process_group_id(EVEN) is EVEN
+    assert _vocabulary.as_process_group_id(ForeignGroup(ranks)) == EVEN
+    assert _vocabulary.as_process_group_id(ForeignGroup(ranks)) is _vocabulary.as_process_group_id(ForeignGroup(ranks))
+    assert _vocabulary.as_process_group_id(EVEN) is EVEN
 
 
 def test_a_foreign_group_whose_list_of_ranks_changes_is_not_mistaken_for_what_it_was() -> None:
     foreign = ForeignGroup([0, 1])
-    assert _types.as_process_group_id(foreign) == Group([0, 1])
+    assert _vocabulary.as_process_group_id(foreign) == Group([0, 1])
     foreign.ranks.append(2)
-    assert _types.as_process_group_id(foreign) == Group([0, 1, 2])
+    assert _vocabulary.as_process_group_id(foreign) == Group([0, 1, 2])
 
 
 def test_many_short_lived_foreign_groups_are_each_their_own() -> None:
     draw = random.Random(5)
-    for _ in range(3 * _types._MAX_FOREIGN_GROUPS):
+    for _ in range(3 * _vocabulary._MAX_FOREIGN_GROUPS):
         ranks = tuple(sorted(draw.sample(range(8), 3)))
-        assert _types.as_process_group_id(ForeignGroup(ranks)).ranks == ranks
-    assert len(_types._FOREIGN_GROUPS) <= _types._MAX_FOREIGN_GROUPS
+        assert _vocabulary.as_process_group_id(ForeignGroup(ranks)).ranks == ranks
+    assert len(_vocabulary._FOREIGN_GROUPS) <= _vocabulary._MAX_FOREIGN_GROUPS
 
 
 @pytest.mark.parametrize("thing", [None, "0", 3, [0, 1], object()])
 def test_what_has_no_ranks_is_no_group(thing) -> None:
-    with pytest.raises(_types.HandshakeConfigError, match=r"\.ranks"):
-        _types.as_process_group_id(thing)
+    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"\.ranks"):
+        _vocabulary.as_process_group_id(thing)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -225,15 +226,15 @@ def test_a_count_is_a_span() -> None:
     assert hash(Count(2, 3)) == hash(Count(2, 3))
     assert Count(2, 3) != Count(3, 2)
     assert Count(2, 3) != (2, 3)
-    assert Count(0, _types.MAX_LINE_POSITION).end == _types.MAX_LINE_POSITION
+    assert Count(0, _vocabulary.MAX_LINE_POSITION).end == _vocabulary.MAX_LINE_POSITION
 
 
 @pytest.mark.parametrize(
     ("before", "number"),
-    [(-1, 0), (0, -1), (0.0, 1), (0, "1"), (None, 1), (1, _types.MAX_LINE_POSITION), (_types.MAX_LINE_POSITION + 1, 0)],
+    [(-1, 0), (0, -1), (0.0, 1), (0, "1"), (None, 1), (1, LAST), (LAST + 1, 0)],
 )
 def test_a_count_that_is_none(before, number) -> None:
-    with pytest.raises(_types.HandshakeConfigError):
+    with pytest.raises(_vocabulary.HandshakeConfigError):
         Count(before, number)
 
 
@@ -265,14 +266,14 @@ def test_eager_collectives_move_the_line_without_a_span() -> None:
 @pytest.mark.parametrize("bad", [{WORLD: 1, EVEN: -1}, {WORLD: 1, EVEN: 1.5}, {WORLD: 1, "even": 1}])
 def test_a_bad_increment_moves_nothing(bad) -> None:
     counts = Counts({WORLD: Count(3, 1), EVEN: Count(0, 2)})
-    with pytest.raises(_types.HandshakeConfigError):
+    with pytest.raises(_vocabulary.HandshakeConfigError):
         counts.increment_pg_collective_counts(bad)
     assert dict(counts) == {WORLD: Count(3, 1), EVEN: Count(0, 2)}
 
 
 def test_a_bad_number_of_eager_collectives_moves_nothing() -> None:
     counts = Counts({WORLD: Count(3, 1)})
-    with pytest.raises(_types.HandshakeConfigError):
+    with pytest.raises(_vocabulary.HandshakeConfigError):
         counts.record_eager_collectives(WORLD, -1)
     assert counts[WORLD] == Count(3, 1)
 
@@ -352,7 +353,7 @@ def test_counts_survive_json() -> None:
     ],
 )
 def test_json_that_is_no_counts(data: str) -> None:
-    with pytest.raises(_types.HandshakeProtocolError):
+    with pytest.raises(_vocabulary.HandshakeProtocolError):
         Counts.from_json(data)
 
 
@@ -387,7 +388,7 @@ def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
         ({WORLD: Count(0, 1)}, "", 0, "empty"),
         ({WORLD: Count(0, 1)}, None, 0, "executable_fingerprint"),
         ({WORLD: Count(0, 1)}, b"A", 0, "executable_fingerprint"),
-        ({WORLD: Count(0, 1)}, "x" * (_types.MAX_FINGERPRINT_CHARACTERS + 1), 0, "digest"),
+        ({WORLD: Count(0, 1)}, "x" * (_vocabulary.MAX_FINGERPRINT_CHARACTERS + 1), 0, "digest"),
         ({WORLD: Count(0, 1)}, "A", -1, "rank"),
         ({WORLD: Count(0, 1)}, "A", "0", "rank"),
         ({WORLD: Count(0, 1)}, "A", 4, "not in"),
@@ -395,7 +396,7 @@ def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
     ],
 )
 def test_a_request_that_is_none(counts, fingerprint, rank, said: str) -> None:
-    with pytest.raises(_types.HandshakeConfigError) as raised:
+    with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
         Request(Counts(counts), fingerprint, rank)
     assert said in str(raised.value)
     assert len(str(raised.value)) < 400
@@ -420,7 +421,7 @@ def test_a_request_may_know_of_groups_of_others_that_are_idle() -> None:
     ],
 )
 def test_bytes_that_are_no_request(data: bytes) -> None:
-    with pytest.raises(_types.HandshakeProtocolError):
+    with pytest.raises(_vocabulary.HandshakeProtocolError):
         Request.from_bytes(data)
 
 
@@ -435,7 +436,7 @@ def test_a_response_survives_its_bytes() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x02", b"\x01\x01", b"true", b"x" * 10_000])
 def test_bytes_that_are_no_response(data: bytes) -> None:
-    with pytest.raises(_types.HandshakeProtocolError) as raised:
+    with pytest.raises(_vocabulary.HandshakeProtocolError) as raised:
         Response.from_bytes(data)
     assert len(str(raised.value)) < 300
 
@@ -446,13 +447,13 @@ def test_bytes_that_are_no_response(data: bytes) -> None:
 
 
 def test_a_fingerprint_in_hex_is_its_own_digest() -> None:
-    assert _types.fingerprint_digest("00ff" * 8) == bytes.fromhex("00ff" * 8)
+    assert _vocabulary.fingerprint_digest("00ff" * 8) == bytes.fromhex("00ff" * 8)
 
 
 @pytest.mark.parametrize("fingerprint", ["A", "00FF" * 8, "00ff" * 7, "zz" * 16, "ä", "\udc80", "x" * 1024])
 def test_any_fingerprint_has_a_digest_of_its_own(fingerprint: str) -> None:
-    digest = _types.fingerprint_digest(fingerprint)
-    assert len(digest) == _types.DIGEST_BYTES
-    assert digest == _types.fingerprint_digest(str(fingerprint))
+    digest = _vocabulary.fingerprint_digest(fingerprint)
+    assert len(digest) == _vocabulary.DIGEST_BYTES
+    assert digest == _vocabulary.fingerprint_digest(str(fingerprint))
     others = ["B", "00ff" * 8, "00FF" * 7 + "00FE", fingerprint + "x"]
-    assert digest not in map(_types.fingerprint_digest, others)
+    assert digest not in map(_vocabulary.fingerprint_digest, others)
