@@ -121,6 +121,8 @@ class Server:
         self._connections: set[_Connection] = set()
         self._strangers: set[_Connection] = set()
         self._of_rank: dict[int, _Connection] = {}
+        # By their ranks: every rank declares the world, and its ranks need to be checked only once.
+        self._declared: dict[tuple[int, ...], Group] = {}
         self._accept_again: float | None = None
         self._voted_at = 0.0  # when the last vote of this turn of the loop came; 0: none has
         self._last_reason = ("", b"")
@@ -368,10 +370,13 @@ class Server:
     def _declare(self, connection: _Connection, declared: _protocol.GroupDeclared) -> None:
         if declared.number in connection.groups or len(connection.groups) >= _protocol.MAX_GROUPS_PER_RANK:
             raise HandshakeProtocolError(f"group number {declared.number} can't be declared")
-        try:
-            group = self._consensus.group(ProcessGroupId(declared.ranks))
-        except HandshakeError as error:
-            raise HandshakeProtocolError(str(error)) from error
+        group = self._declared.get(declared.ranks)
+        if group is None:
+            try:
+                group = self._consensus.group(ProcessGroupId(declared.ranks))
+            except HandshakeError as error:
+                raise HandshakeProtocolError(str(error)) from error
+            self._declared[group.ranks] = group
         if connection.rank not in group.members:
             raise HandshakeProtocolError(f"rank {connection.rank} is not in {group.name}")
         connection.groups[declared.number] = group
@@ -484,10 +489,11 @@ class Server:
                 self._send_refusal(decision)
             return
         record, replies = self._splits.add(votes, reason, now)
-        promised = set(record.promised)
+        # Of the votes, not of the ranks: one that was promised an exchange for an earlier vote was told its end too.
+        exchange = record.number if record.plan else 0
         for decision, vote in zip(together, votes, strict=True):
             flags = _protocol.SEND_GRAPH if self._splits.asks_for_graph(record, vote) else 0
-            self._send_refusal(decision, flags, record.number if vote.rank in promised else 0)
+            self._send_refusal(decision, flags, exchange)
         self._reply(replies)
 
     def _send_refusal(self, decision: Decision, flags: int = 0, exchange: int = 0) -> None:
