@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -82,7 +83,9 @@ Cast: TypeAlias = "tuple[_Connection, int, int, bytes, list[tuple[Group, int, in
 class _Connection:
     """One peer: what was read and not understood yet, what is still to be sent, and who it is."""
 
-    __slots__ = ("decoder", "facts", "groups", "hello_by", "nonce", "peer", "rank", "sock", "timeout_s", "unsent")
+    __slots__ = (
+        "decoder", "facts", "groups", "hello_by", "nonce", "peer", "rank", "sock", "timeout_s", "unsent", "unsent_bytes"
+    )
 
     def __init__(self, sock: socket.socket, peer: str, hello_by: float) -> None:
         self.sock = sock
@@ -90,7 +93,8 @@ class _Connection:
         self.hello_by = hello_by
         self.nonce = os.urandom(_protocol.NONCE_BYTES)
         self.decoder = _protocol.Decoder()
-        self.unsent = bytearray()
+        self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
         self.rank = -1
         self.facts: dict[str, Any] = {}
         self.timeout_s: float | None = None
@@ -226,7 +230,9 @@ class Server:
         for connection in self._connections:
             try:
                 connection.sock.settimeout(CLOSE_WITHIN_S)
-                connection.sock.sendall(bytes(connection.unsent) + _protocol.goodbye(reason))
+                for data in connection.unsent:
+                    connection.sock.sendall(data)
+                connection.sock.sendall(_protocol.goodbye(reason))
             except OSError:
                 pass
             connection.sock.close()
@@ -514,10 +520,16 @@ class Server:
                 del recent[: -2 * HANDSHAKES_BEFORE]
 
     def _reply(self, replies: Iterable[Reply]) -> None:
+        # A shared payload may be 16 MB, and go to thousands of ranks: its frame is made once, and never copied.
+        framed: Reply | None = None
+        data = b""
         for reply in replies:
+            if framed is None or reply.payload is not framed.payload or reply[1:] != framed[1:]:
+                framed = reply
+                data = _protocol.result(reply.exchange, reply.round, reply.ok, reply.payload)
             connection = self._of_rank.get(reply.rank)
             if connection is not None:
-                self._send(connection, _protocol.result(reply.exchange, reply.round, reply.ok, reply.payload))
+                self._send(connection, data)
 
     def _before(self, record: Record) -> list[str]:
         """The handshakes on the record's largest group before it, oldest first."""
@@ -549,24 +561,32 @@ class Server:
                 return  # it was dropped, or the next read finds it broken and drops it with the reason
             if sent == len(data):
                 return
-            data = data[sent:]
             self._selector.modify(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
-        connection.unsent += data
-        if len(connection.unsent) > MAX_UNSENT_BYTES:
+        else:
+            sent = 0
+        connection.unsent.append(memoryview(data)[sent:])
+        connection.unsent_bytes += len(data) - sent
+        if connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._drop(connection, "it does not read what is sent to it")
 
     def _flush(self, connection: _Connection) -> None:
         if connection not in self._connections:
             return
+        unsent = connection.unsent
         try:
-            sent = connection.sock.send(connection.unsent)
+            while unsent:
+                sent = connection.sock.send(unsent[0])
+                connection.unsent_bytes -= sent
+                if sent < len(unsent[0]):
+                    unsent[0] = unsent[0][sent:]
+                    return
+                unsent.popleft()
         except BlockingIOError:
             return
         except OSError:
-            sent = len(connection.unsent)  # the next read finds it broken
-        del connection.unsent[:sent]
-        if not connection.unsent:
-            self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+            unsent.clear()  # the next read finds it broken
+            connection.unsent_bytes = 0
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
 
 
 def _label(facts: dict[str, Any]) -> str:
