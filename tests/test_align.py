@@ -3,7 +3,6 @@
 
 import itertools
 import random
-import time
 
 import pytest
 from layout import load
@@ -76,26 +75,18 @@ def test_many_changes_in_repeated_layers_are_followed():
     assert len(pairs) > 0.9 * len(a)
 
 
-def timed(a, b):
-    best = float("inf")
-    for _ in range(3):
-        start = time.process_time()
-        pairs = _align.align(a, b)
-        best = min(best, time.process_time() - start)
-    check(a, b, pairs)
-    return best
-
-
-def test_time_stays_bounded_however_different_the_sides_are():
-    """Quadratic time would be 100,000,000 steps here, more than ten seconds."""
-    size = 10_000
+def test_sides_of_any_difference_are_aligned_without_quadratic_work():
+    """Quadratic work would be 2,500,000,000 steps for each pair: far beyond the time that a test is given."""
+    size = 50_000
     random_ = random.Random(3)
     keys = [random_.getrandbits(64) for _ in range(size)]
-    shuffled = random_.sample(keys, size)
-    few = random_.choices(range(40), k=size)
-    few_others = random_.choices(range(40), k=size)
     edited = [*keys[:3000], 1, *keys[3000:7000], *keys[7001:]]
-    assert timed(keys, edited) < 0.1
-    assert timed(keys, [-key for key in keys]) < 0.5
-    assert timed(keys, shuffled) < 2
-    assert timed(few, few_others) < 2
+    few = random_.choices(range(40), k=size)
+    for a, b in (
+        (keys, edited),
+        (keys, [-key for key in keys]),
+        (keys, random_.sample(keys, size)),
+        (few, random_.choices(range(40), k=size)),
+    ):
+        check(a, b, _align.align(a, b))
+    assert len(_align.align(keys, edited)) == size - 1

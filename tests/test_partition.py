@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -571,19 +570,6 @@ def test_fingerprint_tells_fat_segments_apart(what):
                 segments = [_partition.Segment("skinny", tuple(alone), (), 1), fat._replace(positions=rest)]
         plans.append(_partition._fingerprint(graph, segments))
     assert plans[0] != plans[1]
-
-
-def test_time_grows_with_the_nodes_only():
-    """A quadratic step would take minutes for these."""
-    started = time.monotonic()
-    generator = random.Random(1)
-    program = Program(generator, 10_000)
-    other = Program(generator, 10_000)
-    one, two, three = program.own_graph(), program.variant(generator, 100).own_graph(), other.own_graph()
-    prepared = time.monotonic()
-    plan_together([one, two], 0)
-    plan_together([one, three], 0)
-    assert time.monotonic() - prepared < 5 * max(1.0, prepared - started)
 
 
 # ---------------------------------------------------------------------- real ranks
