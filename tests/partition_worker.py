@@ -2,6 +2,7 @@
 """One gloo rank of `test_partition`: `partition_worker.py RANK WORLD FOLDER` writes what it found to FOLDER."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from layout import load
 from partition_programs import PROGRAMS, TOKENS, VocabularyParallel, assert_runs_alike, joint_graphs, segments_of
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _partition = load("_partition")
 
@@ -48,16 +48,17 @@ def compile_and_compare(model: torch.nn.Module, found: list[dict[str, Any]]) -> 
     """The model, compiled so that each graph runs skinny and by its plan, which must not differ in one bit."""
 
     def compile_graph(graph_module, example_inputs):
-        with unset_fake_temporarily():
-            plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
-            assert plan is not None
-            skinny = _partition.split_skinny(graph_module)
-            planned = _partition.split_by_plan(graph_module, plan)
-        found.append({"segments": segments_of(planned).split(), "fat_collectives": plan.num_fat_collectives})
+        splits = []
 
         def run(arguments):
-            expected = skinny(*arguments)
-            outputs = planned(*arguments)
+            # The rounds are collectives. While a graph is compiled, torch (2.13) can deadlock in gloo's.
+            if not splits:
+                plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
+                assert plan is not None
+                splits.extend((_partition.split_skinny(graph_module), _partition.split_by_plan(graph_module, plan)))
+                segments = segments_of(splits[1]).split()
+                found.append({"segments": segments, "fat_collectives": plan.num_fat_collectives})
+            expected, outputs = (split(*arguments) for split in splits)
             for left, right in zip(expected, outputs, strict=True):
                 assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
             return outputs
@@ -99,7 +100,9 @@ def main(rank: int, world: int, folder: Path) -> None:
         report["programs"].append(program.__name__)
 
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads need the interpreter lock while the interpreter ends: torch (2.13) can deadlock there
 
 
 if __name__ == "__main__":

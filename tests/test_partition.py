@@ -591,7 +591,7 @@ def gloo(tmp_path_factory):
         for rank in RANKS
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
