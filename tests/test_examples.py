@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples, run as the README says to run them: what they print is what they are there to show."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from layout import PACKAGE, PROJECT, child_environment
+
+pytestmark = [pytest.mark.flat_only, pytest.mark.skipif(bool(PACKAGE), reason="runs the checkout's own examples")]
+
+# Of the processes that one example starts; they import torch and compile for most of it.
+EXAMPLE_TIMEOUT_S = 100
+# Torchrun ends its ranks when it is asked to end itself.
+END_WITHIN_S = 15
+
+
+def run_example(ranks: int, script: str, *arguments: str, cwd: Path) -> str:
+    """What the example prints. It finds its modules by itself: nothing is on its path, and it is started elsewhere."""
+    # Standalone: torchrun takes a free port.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*torchrun, str(PROJECT / "examples" / script), *arguments],
+        cwd=cwd,
+        env=child_environment(PYTHONPATH="", OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=EXAMPLE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=END_WITHIN_S)
+        pytest.fail(f"{script} has not ended within {EXAMPLE_TIMEOUT_S} s:\n{stdout}\n{stderr}")
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{stdout}\n{stderr}"
+    assert "Traceback" not in stderr
+    return stdout
+
+
+def test_vocab_parallel_tells_its_story(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    printed = run_example(4, "vocab_parallel.py", "--debug", str(reports), cwd=tmp_path)
+    opening, *steps = printed.split("\n\n")
+    assert opening.startswith("4 ranks")
+    assert [step[:2] for step in steps] == ["1.", "2.", "3.", "4."], "one rank tells it, and the report stays in step 2"
+    split, report, plan, mend = steps
+
+    assert "fingerprints differ at [0, 17) on ranks 0-3" in split
+    assert "forward : 35 segments: 17 with one collective each, 18 without" in split
+    for said in ("ranks 0-3 have 4 different graphs", "= 18992 · rank", "vocab_parallel.py:", "in a buffer"):
+        assert said in report
+    (page,) = reports.glob("*.html")
+    assert str(page) in report
+    assert "18992 · rank" in page.read_text(encoding="utf-8")
+    assert "forward : 2 segments: 17 of 17 collectives in 1 fat, 1 without" in plan
+    assert "backward: 1 segment: 16 of 16 collectives in 1 fat" in plan
+    assert "forward : 1 segment: 17 of 17 collectives in 1 fat" in mend
+    assert "backward: 1 segment: 16 of 16 collectives in 1 fat" in mend
+    for step in (plan, mend):
+        assert "the output and all 33 gradients are bitwise equal to step 1's, on every rank" in step
+
+
+def test_train_prints_a_row_for_each_stage(tmp_path: Path) -> None:
+    steps = 3
+    printed = run_example(2, "train.py", "--steps", str(steps), "--diverge-rank", "1", cwd=tmp_path)
+    rows = [line.split() for line in printed.splitlines() if "STAGE" in line or line.startswith("OFF")]
+    stages, losses = [row[0] for row in rows], {row[-1] for row in rows}
+    assert stages == ["OFF", "COMPILE_STAGE", "DISPATCH_STAGE"]
+    assert len(losses) == 1, "the handshake changes how graphs are cut, not what they compute"
+    dispatches = 2 * (steps + 2)  # forward and backward, warm-up included
+    handshakes_fat_split = [tuple(map(int, row[2:5])) for row in rows]
+    assert handshakes_fat_split == [(0, 0, 0), (2, 0, 2), (dispatches, 0, dispatches)]
+    assert {row[5] for row in rows} == {"9+7"}
+
+
+def test_an_example_that_torchrun_did_not_start_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROJECT / "examples" / "vocab_parallel.py")]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=EXAMPLE_TIMEOUT_S
+    )
+    assert ran.returncode == 2
+    assert "torchrun --nproc-per-node 4 examples/vocab_parallel.py" in ran.stderr
