@@ -108,7 +108,9 @@ class Notice(NamedTuple):
 class Group:
     """A process group's line: how far each member has got, and the cells that are open."""
 
-    __slots__ = ("_name", "cells", "frontier", "highest_frontier", "last_finding", "lost", "members", "ranks")
+    __slots__ = (
+        "_name", "cells", "frontier", "highest_frontier", "last_finding", "lost", "lost_finding", "members", "ranks"
+    )
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -118,6 +120,7 @@ class Group:
         self.cells: dict[tuple[int, int], _Cell] = {}
         self.lost: set[int] = set()
         self.last_finding: tuple[int, int, _Finding] | None = None  # (start, end, why it was not fat)
+        self.lost_finding: _Finding | None = None  # the last one made for `lost` as it is
         self._name = ""
 
     @property
@@ -169,9 +172,11 @@ class _Cell:
 
     `beside` holds the other groups that its votes are on; `without` the groups that a voter belongs to and did not
     vote on. A newcomer that lacks one of the first, or has one of the second, disagrees.
+
+    `waits_for` holds the members that it lacks and that wait in other votes; some that no longer do may be left in it.
     """
 
-    __slots__ = ("beside", "component", "end", "group", "start", "voters", "without")
+    __slots__ = ("beside", "component", "end", "group", "start", "voters", "waits_for", "without")
 
     def __init__(self, group: Group, start: int, end: int, component: "_Component") -> None:
         self.group = group
@@ -181,19 +186,24 @@ class _Cell:
         self.voters: dict[int, _Vote] = {}
         self.beside: set[Group] = set()
         self.without: set[Group] = set()
+        self.waits_for: set[int] = set()
 
     def missing(self) -> list[int]:
         return [rank for rank in self.group.ranks if rank not in self.voters]
 
 
 class _Component:
-    __slots__ = ("cells", "fingerprint", "incomplete", "votes")
+    """`lacked` holds the ranks with a vote here that other cells wait for; some for which none does any more may be
+    left in it."""
+
+    __slots__ = ("cells", "fingerprint", "incomplete", "lacked", "votes")
 
     def __init__(self, fingerprint: str | bytes) -> None:
         self.fingerprint = fingerprint
         self.votes: list[_Vote] = []
         self.cells: list[_Cell] = []
         self.incomplete = 0
+        self.lacked: set[int] = set()
 
     def absorb(self, other: "_Component") -> None:
         for vote in other.votes:
@@ -201,6 +211,7 @@ class _Component:
         self.votes += other.votes
         self.cells += other.cells
         self.incomplete += other.incomplete
+        self.lacked |= other.lacked
         for cell in other.cells:
             cell.component = self
 
@@ -253,6 +264,7 @@ class _CollectiveHandshakeConsensus:
         self._labels: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._contested: set[int] = set()  # ranks that wait while an open cell waits for them
+        self._cycle_stands = False  # whether a wait cycle is left to `CYCLE_GRACE_S`
         self._next_deadline: float | None = None
 
     # ------------------------------------------------------------------ what happens
@@ -432,6 +444,7 @@ class _CollectiveHandshakeConsensus:
         decisions: list[Decision] = []
         for group in self._groups_of_rank[rank]:
             group.lost.add(rank)
+            group.lost_finding = None
         for group in self._groups_of_rank[rank]:
             while group.cells:
                 cell = next(iter(group.cells.values()))
@@ -444,6 +457,7 @@ class _CollectiveHandshakeConsensus:
         self._lost.pop(rank, None)
         for group in self._groups_of_rank[rank]:
             group.lost.discard(rank)
+            group.lost_finding = None
 
     def set_label(self, rank: int, label: str) -> None:
         """How messages name a rank beside its number, such as `host:pid`."""
@@ -638,16 +652,46 @@ class _CollectiveHandshakeConsensus:
         self, vote: _Vote, opened: Iterable[_Cell], now: float, decisions: list[Decision]
     ) -> None:
         """Finds the cycles that this vote, which now waits, or the cells that it opened, may have closed."""
-        if self._is_contested(vote.rank):
-            self._contested.add(vote.rank)
+        for cell in self._cells_waiting_for(vote.rank):
+            self._note_that_it_waits_for(cell, vote.rank)
         for cell in opened:
-            self._contested.update(
-                other.rank
-                for other in self._waiting_members(cell.group)
-                if other.rank not in cell.voters
-            )
-        if self._contested:
+            for other in self._waiting_members(cell.group):
+                if other.rank not in cell.voters:
+                    self._note_that_it_waits_for(cell, other.rank)
+        if self._contested and (self._cycle_stands or self._is_in_wait_cycle(vote.component)):
             self._settle_wait_cycles(now, decisions, standing=False)
+
+    def _note_that_it_waits_for(self, cell: _Cell, rank: int) -> None:
+        self._contested.add(rank)
+        cell.waits_for.add(rank)
+        for vote in self._pending_of_rank[rank]:
+            vote.component.lacked.add(rank)
+
+    def _is_in_wait_cycle(self, component: _Component) -> bool:
+        """Whether a component waits, through others, for itself. The usual case is that some ranks are merely ahead of
+        others: then nobody waits for this one, or it for nobody, and that is known in a step."""
+        lacked = component.lacked
+        while lacked:
+            rank = lacked.pop()
+            if self._is_contested(rank):
+                lacked.add(rank)
+                break
+        else:
+            return False
+        seen: set[_Component] = set()
+        follow = [component]
+        while follow:
+            for cell in follow.pop().cells:
+                over = {rank for rank in cell.waits_for if rank in cell.voters or not self._pending_of_rank[rank]}
+                cell.waits_for -= over
+                for rank in cell.waits_for:
+                    for vote in self._pending_of_rank[rank]:
+                        if vote.component is component:
+                            return True
+                        if vote.component not in seen:
+                            seen.add(vote.component)
+                            follow.append(vote.component)
+        return False
 
     def _waiting_members(self, group: Group) -> Iterator[_Vote]:
         """A vote of each member of the group that waits; through its ranks, or through the votes if they are fewer."""
@@ -673,11 +717,14 @@ class _CollectiveHandshakeConsensus:
         }
         for cycle in self._wait_cycles({rank for rank in self._contested if self._is_known_blocked(rank)}):
             self._settle_cycle(cycle, now, decisions)
+        self._cycle_stands = False
         for cycle in self._wait_cycles(self._contested):
             answered_at = max(vote.arrived for component in cycle for vote in component.votes) + CYCLE_GRACE_S
             if standing and answered_at <= now:
                 self._settle_cycle(cycle, now, decisions)
-            elif answered_at > now:
+                continue
+            self._cycle_stands = True
+            if answered_at > now:
                 self._wake_at(answered_at)
 
     def _is_known_blocked(self, rank: int) -> bool:
@@ -783,9 +830,12 @@ class _CollectiveHandshakeConsensus:
         )
 
     def _lost_finding(self, group: Group, span: tuple[int, int]) -> _Finding:
+        # Thousands of ranks may each vote on the span after the loss: what they are told is made once.
+        if group.lost_finding is not None and group.lost_finding.span == span:
+            return group.lost_finding
         lost = sorted(group.lost)
         causes = "; ".join(f"{self._name(rank)}, {self._lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
-        return _Finding(
+        group.lost_finding = _Finding(
             Outcome.PEER_LOST,
             f"a member of {group.name} is gone, at [{span[0]}, {span[1]}): {causes}. "
             f"Look at the end of the log of {format_ranks(lost)}, and restart the job",
@@ -793,6 +843,7 @@ class _CollectiveHandshakeConsensus:
             group.ranks,
             span,
         )
+        return group.lost_finding
 
     def _timeout_finding(self, component: _Component, now: float) -> _Finding:
         cell = next(cell for cell in component.cells if len(cell.voters) < len(cell.group.ranks))
