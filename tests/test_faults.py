@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that die, strangers at the door, and what is left when it is over: with real processes."""
+
+import contextlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from layout import TESTS, child_environment, load
+from ranks import PATIENCE_S, Peer, handshake, job, request, submit_all, until
+
+_child = load("_child")
+_protocol = load("_protocol")
+_vocabulary = load("_vocabulary")
+
+WORLD = (0, 1, 2)
+# "They know within 1 s": the promise to ranks that wait for one that is gone.
+PROMISED_S = 1.0
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and process ids are used as POSIX has them")
+
+
+class RankProcess:
+    """A rank in a process of its own; see rank_process.py."""
+
+    def __init__(self, **variables):
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "rank_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(**variables),
+        )
+        self.others = []  # process ids to end with it
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        for pid in self.others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def send(self, command, **arguments):
+        self.process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(PATIENCE_S), "a rank's process does not answer"
+        return json.loads(self.process.stdout.readline())
+
+    def call(self, command, **arguments):
+        self.send(command, **arguments)
+        return self.answer()
+
+    def make(self, rank, port, world_size=3, **options):
+        options = {"host": "127.0.0.1", "timeout_s": PATIENCE_S, **options}
+        return self.call("make", current_rank=rank, world_size=world_size, port=port, **options)["value"]
+
+
+def is_alive(pid):
+    """Whether the process runs; a zombie doesn't."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def assert_ends(pid):
+    until(lambda: not is_alive(pid), f"the end of process {pid}")
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks at processes through /proc")
+
+
+def wait_in_vote(*ranks):
+    """Submits without waiting, and makes sure that the votes have arrived: a later one of each rank was answered."""
+    tickets = [h.submit_async(request(h.rank, (WORLD, 0, 1))) for h in ranks]
+    barrier = [h.submit_async(request(h.rank, (tuple(h.rank for h in ranks), 0, 1))) for h in ranks]
+    assert [ticket.result() for ticket in barrier] == [True] * len(ranks)
+    return tickets
+
+
+# ---------------------------------------------------------------------- a rank is gone
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "exit", "SIGKILL with a forked child"])
+def test_a_rank_that_is_gone_is_known_to_those_who_wait_for_it(end):
+    with job(3, coordinator="process", ranks=(0, 1)) as ranks, RankProcess() as lost:
+        lost.make(2, ranks[0].address[1])
+        tickets = wait_in_vote(*ranks)
+        lost.send("submit", spans=[[[1, 2], 0, 1]])
+        assert ranks[1].submit(request(1, ((1, 2), 0, 1))) is True
+        assert lost.answer() == {"value": True}
+        if end.endswith("forked child"):
+            lost.others.append(lost.call("fork")["value"])
+        if end == "exit":
+            lost.send("exit_now")
+        else:
+            lost.process.kill()
+        started = time.monotonic()
+        for rank, ticket in enumerate(tickets):
+            with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+                ticket.result()
+            assert time.monotonic() - started < PROMISED_S
+            assert error.value.ranks == (2,) and error.value.group == WORLD
+            assert f"rank {rank} can't go on" in str(error.value)
+            assert f"rank 2 ({socket.gethostname()}:{lost.pid}), its process exited" in str(error.value)
+        assert submit_all(ranks, ((0, 1), 1, 1)) == [True, True], "nothing else is disturbed"
+
+        with RankProcess() as again:
+            again.make(2, ranks[0].address[1])
+            assert again.call("connect") == {"value": None}
+            again.send("submit", spans=[[[0, 2], 0, 1]])
+            assert ranks[0].submit(request(0, ((0, 2), 0, 1))) is True, "a rank that is back takes part again"
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit", "a normal end", "SIGKILL with a forked child"])
+def test_the_coordinators_rank_is_gone(end):
+    with RankProcess() as zero, contextlib.ExitStack() as stack:
+        about = zero.make(0, 0)
+        port = about["address"][1]
+        zero.others.append(about["coordinator"])
+        assert is_alive(about["coordinator"])
+        ranks = [
+            stack.enter_context(
+                handshake.Handshake(rank, world_size=3, port=port, host="127.0.0.1", timeout_s=PATIENCE_S)
+            )
+            for rank in (1, 2)
+        ]
+        tickets = wait_in_vote(*ranks)
+        if end.endswith("forked child"):
+            zero.others.append(zero.call("fork")["value"])
+        if end == "exit":
+            zero.send("exit_now")
+        elif end == "a normal end":
+            zero.process.stdin.close()
+        else:
+            zero.process.send_signal(signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
+        started = time.monotonic()
+        for rank, ticket in zip((1, 2), tickets, strict=True):
+            with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+                ticket.result()
+            assert time.monotonic() - started < PROMISED_S + (1.0 if end == "a normal end" else 0.0)
+            assert error.value.ranks == (0,)
+            text = str(error.value)
+            assert f"rank {rank}: the coordinator (rank 0, {socket.gethostname()}:{zero.pid}) is lost" in text
+            assert "rank 0, which coordinates, closed the handshake or exited" in text and "restart the job" in text
+        assert_ends(about["coordinator"])
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_the_coordinators_process_is_killed():
+    with job(3, coordinator="process") as ranks:
+        tickets = wait_in_vote(*ranks[:2])
+        os.kill(ranks[0]._session._coordinator.pid, signal.SIGKILL)
+        started = time.monotonic()
+        for ticket in tickets:
+            with pytest.raises(_vocabulary.HandshakePeerLostError, match=r"the coordinator \(rank 0, .* is lost"):
+                ticket.result()
+            assert time.monotonic() - started < PROMISED_S
+        for h in ranks[:2]:
+            with pytest.raises(_vocabulary.HandshakePeerLostError, match="is lost"):
+                h.submit(request(h.rank, (WORLD, 1, 1)))
+
+
+def test_the_coordinators_process_is_not_ended_by_what_is_meant_for_its_rank():
+    with job(2, coordinator="process") as ranks:
+        pid = ranks[0]._session._coordinator.pid
+        for turn, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGINT)):
+            os.kill(pid, number)
+            assert submit_all(ranks, ((0, 1), turn, 1)) == [True, True]
+
+
+@needs_proc
+def test_closing_leaves_no_process_no_zombie_and_no_descriptor():
+    handshake.Handshake(0, world_size=2, port=0, host="127.0.0.1").close()  # what is imported once is
+    before = sorted(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    for coordinator in ("process", "thread"):
+        with job(2, coordinator=coordinator) as ranks:
+            assert submit_all(ranks, ((0, 1), 0, 1)) == [True, True]
+            pid, port = ranks[0]._session._coordinator.pid, ranks[0].address[1]
+            assert pid is None or is_alive(pid)
+        if pid is not None:
+            assert not os.path.exists(f"/proc/{pid}"), "a process, or a zombie"
+        socket.create_server(("127.0.0.1", port)).close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+
+
+def test_two_processes_with_the_same_rank():
+    with job(2, coordinator="process") as ranks, RankProcess() as twin:
+        assert submit_all(ranks, ((0, 1), 0, 1)) == [True, True]
+        twin.make(1, ranks[0].address[1], world_size=2)
+        answer = twin.call("submit", spans=[[[0, 1], 1, 1]])
+        assert answer["error"] == "HandshakeProtocolError"
+        host = socket.gethostname()
+        assert f"two processes say that they are rank 1: {host}:{os.getpid()}, which is connected" in answer["text"]
+        assert f"and {host}:{twin.pid}. Give each process a RANK of its own" in answer["text"]
+        assert submit_all(ranks, ((0, 1), 1, 1)) == [True, True]
+
+
+# ---------------------------------------------------------------------- strangers, while ranks vote
+
+
+def _knock(port, data, end="close"):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
+        sock.sendall(data)
+        if end == "wait":
+            while sock.recv(65536):
+                pass
+        elif end == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_strangers_disturb_nobody():
+    seed = 7
+    rng = random.Random(seed)
+    hello = _protocol.hello({"rank": 1, "world_size": 3, "session": "/"}, b"guess", bytes(16))
+    data = {
+        "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "wait"),
+        "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500), "wait"),
+        "too large a frame": (struct.pack("!IB", 2**31, _protocol.HELLO), "wait"),
+        "a first frame of the largest size later on": (struct.pack("!IB", 2**24, _protocol.HELLO), "wait"),
+        "a vote before a hello": (_protocol.vote(1, 0, bytes(16), [(0, 0, 1)]), "wait"),
+        "a wrong proof": (hello, "wait"),
+        "half a hello": (hello[:30], "close"),
+        "half a hello and a reset": (hello[:30], "reset"),
+        "nothing": (b"", "close"),
+        "nested": (_protocol.frame(_protocol.HELLO, bytes(16), b"[" * 4000), "wait"),
+        "a verdict": (_protocol.verdict(1, _protocol.FAT), "wait"),
+    }
+    data |= {f"random {place}": (b"\xff" + rng.randbytes(rng.randrange(1, 3000)), "wait") for place in range(20)}
+    with job(3, coordinator="process", secret="hush") as ranks:
+        port = ranks[0].address[1]
+        results = []
+        silent = [Peer(port) for _ in range(10)]  # they stay, and say nothing
+        slow = Peer(port)
+        slow.send(hello[:7])
+        # The last turn is the one that rank 0 lets end in a split.
+        last = threading.Event()
+
+        def vote_until_told(h):
+            turn = 0
+            while True:
+                fat = h.submit(request(h.rank, (WORLD, turn, 1), fingerprint=str(h.rank == 0 and last.is_set())))
+                results.append(fat)
+                if not fat:
+                    return
+                turn += 1
+
+        threads = [threading.Thread(target=vote_until_told, args=(h,), daemon=True) for h in ranks]
+        for thread in threads:
+            thread.start()
+        for content, end in data.values():
+            _knock(port, content, end)
+        last.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"a rank hangs (seed {seed})"
+        for peer in (*silent, slow):
+            peer.sock.close()
+        # All fat until rank 0 differed, which all the others saw.
+        assert results.count(False) == 3 and results.count(True) >= 3, f"seed {seed}"
+        assert [h.stats()["split"] for h in ranks] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------------- what the child is made of
+
+
+DECOYS = (
+    *("multiprocessing", "distributed", "torch", "torch_tpu", "handshake", "sitecustomize", "usercustomize"),
+    *("socket", "selectors", "json", "logging", "struct", "enum", "subprocess", "tempfile", "zlib", "hmac", "hashlib"),
+    *("_protocol", "_consensus", "_splits", "_vocabulary", "_reports", "_coordinator", "_child", "startup"),
+)
+
+
+def test_nothing_around_it_gets_into_the_child(tmp_path, monkeypatch):
+    for name in DECOYS:
+        marks = str(tmp_path / "marks")
+        (tmp_path / f"{name}.py").write_text(f"open({marks!r}, 'a').write({name!r}); raise SystemExit(9)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "startup.py"))
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with job(2, coordinator="process") as ranks:
+        assert ranks[0]._session._coordinator.kind == "process"
+        assert submit_all(ranks, ((0, 1), 0, 1)) == [True, True]
+    assert not (tmp_path / "marks").exists()
+
+
+def test_the_child_imports_the_standard_library_and_these_files_alone():
+    command = _child.command("_coordinator")
+    assert "-I" in command and "-S" in command
+    code = command.index("-c") + 1
+    setup, _, call = command[code].rpartition(";")
+    assert "main" in call
+    command[code] = (
+        f"{setup};import json;importlib.import_module('torch_tpu_handshake._coordinator');"
+        "print(json.dumps([[name, getattr(module, '__file__', None)] for name, module in sys.modules.items()]))"
+    )
+    modules = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE_S).stdout)
+    ours = str(load("_coordinator").__file__).rpartition(os.sep)[0]
+    names = set()
+    for name, file in modules:
+        top = name.partition(".")[0]
+        if top == "torch_tpu_handshake":
+            names.add(name.rpartition(".")[2])
+            assert file is None or os.path.dirname(file) == ours
+        else:
+            assert top in sys.stdlib_module_names or top == "__main__", name
+    assert "_consensus" in names and "_graph" not in names and "handshake" not in names
+
+
+# ---------------------------------------------------------------------- torch's stores
+
+
+def test_two_jobs_at_once_find_their_own_coordinators_through_their_stores(tmp_path):
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        tcp_port = str(free.getsockname()[1])
+    jobs = [("tcp", tcp_port, 0), ("file", str(tmp_path / "store"), 1)]
+    environment = child_environment(MASTER_ADDR="127.0.0.1")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "store_worker.py"), str(rank), kind, place, str(coordinator_rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for kind, place, coordinator_rank in jobs
+        for rank in (0, 1)
+    ]
+    killer = threading.Timer(100, lambda: [process.kill() for process in processes])
+    killer.start()
+    try:
+        addresses = [json.loads(process.stdout.readline() or '"ended early"') for process in processes]
+        assert [address is None for address in addresses] == [False, True, True, False], addresses
+        ports = [address[1] for address in addresses if address is not None]
+        assert len(set(ports)) == 2 and handshake._rendezvous.DEFAULT_PORT not in ports
+        # Who has not read the store does not get in.
+        for port in ports:
+            for secret in ("", "guess"):
+                with Peer(port) as stranger:
+                    answer = stranger.hello(1, secret, world_size=2)
+                    assert isinstance(answer, _protocol.Refused) and "does not know the secret" in answer.reason
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = [json.loads(process.communicate(timeout=100)[0]) for process in processes]
+    finally:
+        killer.cancel()
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * 4
+    for place, one in enumerate(found):
+        rank, coordinator_rank = place % 2, jobs[place // 2][2]
+        assert one["who"] == [rank, 2] and one["fat"] == [True] * 400
+        if rank == coordinator_rank:
+            assert f"the coordinator, rank {1 - rank}, has not published its address within 0.3 s" in one["alone"]
+            assert "make a Handshake() on that rank too" in one["alone"]
+            assert one["seconds"] < 3.0
