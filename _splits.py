@@ -76,6 +76,7 @@ class Record:
     __slots__ = (
         "agreed",
         "bitmap",
+        "digests",
         "heard",
         "kept_until",
         "missing",
@@ -97,6 +98,7 @@ class Record:
         self.opened = now
         self.kept_until = kept_until
         self.votes: dict[int, SplitVote] = {}
+        self.digests: set[bytes] = set()
         self.voters_at: dict[Span, set[int]] = {}
         self.missing: set[int] = set()
         # The exchange: open until it is agreed or called off.
@@ -260,7 +262,7 @@ class Splits:
             return False
         if vote.digest in self._graphs or vote.digest in self._asked.values():
             return False
-        if len(record.variants()) > MAX_VARIANTS:
+        if len(record.digests) > MAX_VARIANTS:
             return False
         if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or self._graphs_bytes >= MAX_GRAPHS_BYTES:
             return False
@@ -284,10 +286,10 @@ class Splits:
         due = []
         on_their_way = set(self._asked.values())
         for record in [record for record in self._records.values() if record.report_due is not None]:
-            digests = frozenset(vote.digest for vote in record.votes.values())
-            complete = not record.missing and on_their_way.isdisjoint(digests)
+            complete = not record.missing and on_their_way.isdisjoint(record.digests)
             if complete or (record.report_due is not None and record.report_due <= now):
                 record.report_due = None
+                digests = frozenset(record.digests)
                 if digests not in self._explained and len(self._explained) < MAX_GRAPHS:
                     self._explained.add(digests)
                     due.append(record)
@@ -317,6 +319,7 @@ class Splits:
         elif not vote.partial:
             why_not = f"rank {vote.rank} does not take part"
         record.votes[vote.rank] = vote
+        record.digests.add(vote.digest)
         record.missing.discard(vote.rank)
         for span in vote.spans:
             group, start, end = span
