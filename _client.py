@@ -219,6 +219,54 @@ class Client:
                 self._sent.notify_all()
         return pending
 
+    def vote_usually(self, counts: RankCollectiveCounts, digest: bytes, flags: int) -> PendingVote | None:
+        """`vote`, and a first read, in few steps for the usual handshake: on one group, declared before, without a gap
+        before the span, and no other thread votes or reads.
+
+        Returns:
+            None if it is no such vote; nothing has happened then. Else the vote, for `wait`: mostly it is answered.
+        """
+        if threading.get_ident() != self._only_thread or counts._eager or self._failure is not None:
+            return None
+        group = None
+        for known, known_count in counts._pg_to_count.items():
+            if known_count.num_collectives_in_graph:
+                if group is not None:
+                    return None
+                group, count = known, known_count
+        if group is None or (line := self._lines.get(group)) is None or not self._reading.acquire(False):
+            return None
+        try:
+            start = count.collective_count_before
+            with self._sending:
+                if line.frontier != start or self._undeclared or self._decoder.is_within_frame:
+                    return None
+                end = line.frontier = start + count.num_collectives_in_graph
+                number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
+                frame = _protocol.vote_on_one(number, flags, digest, line.number, start, end)
+                self.bytes_sent += len(frame)
+                pending = PendingVote(number)
+                try:
+                    self._sock.sendall(frame)
+                    sent = True
+                except OSError:
+                    sent = False  # what the coordinator said before is still to be read, and tells more
+            try:
+                data = self._sock.recv(READ_BYTES) if sent else None
+            except OSError:
+                data = None
+            if data == _protocol.verdict(number, _protocol.FAT):
+                pending.outcome = _protocol.FAT
+                return pending
+            self._votes[number] = pending
+            if data is not None:
+                self._take(data)
+            return pending
+        finally:
+            self._reading.release()
+            if self._others_wait:
+                self._wake_others()
+
     def _declare(self, group: ProcessGroupId) -> _Line:
         """Gives a group a number. The frame that says so goes before whatever is sent next."""
         world_size = int(self.coordinator["world_size"])
@@ -346,19 +394,16 @@ class Client:
         except OSError as error:
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
             return True
+        self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
+        """Hands out what was read."""
         if not data:
             self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
-            return True
-        number = _protocol.fat_vote(data)
-        if number is not None and number in self._votes and not self._decoder.is_within_frame:
-            # The usual answer, alone: nothing to parse.
-            self._votes.pop(number).outcome = _protocol.FAT
-            if self._others_wait:
-                self._wake_others()
-            return True
+            return
         self._decoder.feed(data)
         self._hand_out()
-        return True
 
     def _hand_out(self) -> None:
         """Handles the messages that have arrived whole."""

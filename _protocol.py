@@ -68,7 +68,7 @@ BLOCKING, PARTIAL, HAS_GRAPH = 1, 2, 4
 # Flags of a verdict.
 SEND_GRAPH = 1
 
-# The rounds of an exchange (see _exchange).
+# The rounds of an exchange (see _splits).
 REFERENCE, SHARE, INTERSECT, AGREE, ABORT = 1, 2, 3, 4, 5
 
 _LENGTH = struct.Struct("!I")
@@ -248,10 +248,15 @@ def group(number: int, ranks: Sequence[int]) -> bytes:
 def vote(number: int, flags: int, digest: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
     """A vote; each span is (group's number, start, end). `_VOTE.size` + 12 bytes for each span."""
     if len(spans) == 1:
-        return _VOTE_OF_ONE.pack(_VOTE_OF_ONE_LENGTH, VOTE, number, flags, digest, 1, *spans[0])
+        return vote_on_one(number, flags, digest, *spans[0])
     length = _VOTE.size - _LENGTH.size + _SPAN.size * len(spans)
     head = _VOTE.pack(length, VOTE, number, flags, digest, len(spans))
     return head + b"".join([_SPAN.pack(*span) for span in spans])
+
+
+def vote_on_one(number: int, flags: int, digest: bytes, group_number: int, start: int, end: int) -> bytes:
+    """`vote` for one span."""
+    return _VOTE_OF_ONE.pack(_VOTE_OF_ONE_LENGTH, VOTE, number, flags, digest, 1, group_number, start, end)
 
 
 def verdict(vote_number: int, outcome: int, flags: int = 0, exchange: int = 0) -> bytes:
@@ -391,7 +396,7 @@ class Decoder:
             raise
 
 
-# Two shortcuts past the decoder, for data that begins at a frame's start. Nearly all traffic is of these two forms.
+# A shortcut past the decoder, for data that begins at a frame's start. Nearly all that a coordinator reads is this.
 
 
 def vote_of_one(data: bytes) -> tuple[int, int, int, int, bytes, int, int, int, int] | None:
@@ -401,15 +406,6 @@ def vote_of_one(data: bytes) -> tuple[int, int, int, int, bytes, int, int, int, 
         fields = _VOTE_OF_ONE.unpack(data)
         if fields[0] == _VOTE_OF_ONE_LENGTH and fields[5] == 1:
             return fields
-    return None
-
-
-def fat_vote(data: bytes) -> int | None:
-    """The vote's number if `data` is one FAT verdict and nothing else, else None."""
-    if len(data) == _VERDICT.size:
-        length, kind, number, outcome, flags, _ = _VERDICT.unpack(data)
-        if kind == VERDICT and outcome == FAT and length == _VERDICT_LENGTH and not flags:
-            return int(number)
     return None
 
 

@@ -424,10 +424,12 @@ class Handshake:
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
         started = time.monotonic()
-        pending = client.vote(request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint), flags)
+        counts, digest = request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint)
+        pending = client.vote_usually(counts, digest, flags) or client.vote(counts, digest, flags)
         if pending is None:
             return True
-        client.wait(pending, session.wait_s)
+        if not pending.outcome:
+            client.wait(pending, session.wait_s)
         if pending.outcome == _protocol.FAT:
             session.count_fat(time.monotonic() - started)
             return True

@@ -359,38 +359,27 @@ def test_long_and_odd_texts_are_cut_and_still_read(text):
         assert (message.text if hasattr(message, "text") else message.reason)[:5] in (text[:5], "? hal")
 
 
-# ---------------------------------------------------------------------- the shortcuts
+# ---------------------------------------------------------------------- the shortcut
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_shortcuts_take_their_own_frame_alone_and_nothing_else(name):
+def test_shortcut_takes_its_own_frame_alone_and_nothing_else(name):
     data, message = FRAMES[name]
     vote = _protocol.vote_of_one(data)
     if name == "vote on one group":
         assert vote[2:5] == message[:3] and [vote[6:]] == message.spans
     else:
         assert vote is None
-    assert _protocol.fat_vote(data) == (9 if name == "fat verdict" else None)
     for longer in (data + b"\x00", data + data, data[:-1]):
         assert _protocol.vote_of_one(longer) is None
-        assert _protocol.fat_vote(longer) is None
 
 
-@given(st.binary(min_size=40, max_size=40), st.binary(min_size=19, max_size=19))
+@given(st.binary(min_size=40, max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_shortcuts_say_what_the_decoder_says(vote_bytes, verdict_bytes):
+def test_shortcut_says_what_the_decoder_says(vote_bytes):
     vote_bytes = _protocol.vote(1, 0, DIGEST, [(0, 0, 1)])[:5] + vote_bytes[5:]
-    verdict_bytes = _protocol.verdict(1, 1)[:5] + verdict_bytes[5:]
     fields = _protocol.vote_of_one(vote_bytes)
     if fields is not None:
         decoder = _decoder()
         decoder.feed(vote_bytes)
         assert decoder.next_message() == _protocol.Vote(fields[2], fields[3], fields[4], [fields[6:]])
-    number = _protocol.fat_vote(verdict_bytes)
-    decoder = _decoder()
-    decoder.feed(verdict_bytes)
-    verdict = decoder.next_message()
-    if number is not None:
-        assert (verdict.vote, verdict.outcome) == (number, _protocol.FAT)
-    else:
-        assert verdict.outcome != _protocol.FAT or verdict.flags
