@@ -377,9 +377,10 @@ class _CollectiveHandshakeConsensus:
     ) -> Sequence[_Vote] | None:
         """`cast` for the usual vote, in few steps.
 
-        That is the only vote of its rank, on one group, whose only open cell is of the same span and makes up its
-        component alone, with the same fingerprint; and no other group of the rank has an open cell. Nothing can speak
-        against it, and it closes no cycle: `_finding_against` and `_look_for_wait_cycles` need not be asked.
+        That is the only vote of its rank, on one group. Either nobody waits for anything, and nobody has been beyond
+        its start: it opens a cell. Or the group's only open cell is of the same span and makes up its component alone,
+        with the same fingerprint, and no other group of the rank has an open cell: it joins. Nothing can speak against
+        such a vote, and it closes no cycle: `_finding_against` and `_look_for_wait_cycles` need not be asked.
 
         Returns:
             None if it is no such vote: nothing has changed then, and `cast` must be called. Else the votes that are
@@ -387,19 +388,31 @@ class _CollectiveHandshakeConsensus:
         """
         group, start, end = spans[0]
         cell = group.cells.get((start, end))
-        if cell is None or group.lost or len(group.cells) > 1 or self._pending_of_rank[rank]:
-            return None
-        component = cell.component
-        if (
-            component.fingerprint != fingerprint
-            or len(component.cells) > 1
-            or group.frontier.get(rank, 0) > start
-        ):
-            return None
         belongs_to = self._groups_of_rank[rank]
-        if len(belongs_to) > 1:
-            if any(other.cells for other in belongs_to if other is not group):
+        if cell is None:
+            if self._components or group.lost or group.highest_frontier > start:
                 return None
+            component = _Component(fingerprint)
+            cell = group.cells[(start, end)] = _Cell(group, start, end, component)
+            component.cells.append(cell)
+            component.incomplete = 1
+            self._components[component] = None
+            cell.beside.add(group)
+            group.highest_frontier = end
+            self._wake_at(now + NOTICE_AT_S[0])
+        else:
+            component = cell.component
+            if (
+                component.fingerprint != fingerprint
+                or group.lost
+                or len(component.cells) > 1
+                or len(group.cells) > 1
+                or group.frontier.get(rank, 0) > start
+                or self._pending_of_rank[rank]
+                or (len(belongs_to) > 1 and any(other.cells for other in belongs_to if other is not group))
+            ):
+                return None
+        if len(belongs_to) > 1:
             cell.without |= belongs_to
             cell.without.discard(group)
         vote = _Vote(rank, spans, now, self._timeout_s if timeout_s is None else timeout_s, request, blocking)
