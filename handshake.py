@@ -207,6 +207,7 @@ class _Session:
     def __init__(self, key: tuple[Any, ...], settings: _Settings) -> None:
         self.key = key
         self.settings = settings
+        self.rank = settings.rank
         self.closed = False
         self.endpoint: Endpoint | None = None
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
@@ -275,11 +276,6 @@ class _Session:
         """(host, port) of the coordinator, on its own rank and on ranks that have been let in; else None."""
         return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
 
-    def count_fat(self, waited_s: float) -> None:
-        """Counts a handshake that ended fat."""
-        self.fat += 1
-        self.count_wait(waited_s)
-
     def count_wait(self, waited_s: float) -> None:
         """Counts the seconds that a handshake took."""
         self.waited_s += waited_s
@@ -308,8 +304,9 @@ class _Session:
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
         self.closed = True
-        if self.connected is not None:
-            self.connected.abandon()
+        client, self.connected = self.connected, None
+        if client is not None:
+            client.abandon()
         if self._coordinator is not None:
             self._coordinator.abandon()
 
@@ -417,9 +414,11 @@ class Handshake:
             HandshakeError: the handshake was closed.
         """
         session = self._session
-        client = self._client_for(request)
-        if client is None:
-            return True
+        client = session.connected
+        if client is None or type(request) is not CollectiveHandshakeRequest or request.rank != session.rank:
+            client = self._client_for(request)
+            if client is None:
+                return True
         flags = _protocol.BLOCKING
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
@@ -431,7 +430,8 @@ class Handshake:
         if not pending.outcome:
             client.wait(pending, session.wait_s)
         if pending.outcome == _protocol.FAT:
-            session.count_fat(time.monotonic() - started)
+            session.fat += 1
+            session.count_wait(time.monotonic() - started)
             return True
         return Ticket(session, client, pending, request, graph_text, started).result()
 
@@ -444,12 +444,10 @@ class Handshake:
             partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
                 see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
         """
-        return self._vote(request, graph_text, _protocol.PARTIAL if partial else 0)
-
-    def _vote(self, request: CollectiveHandshakeRequest, graph_text: GraphText, flags: int) -> "Ticket":
         client = self._client_for(request)
         if client is None:
             return Ticket(self._session, None, None, request, None, 0.0)
+        flags = _protocol.PARTIAL if partial else 0
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
         started = time.monotonic()
@@ -551,10 +549,10 @@ class Ticket:
             raise AssertionError("a vote that was never sent")
         client.wait(pending, self._session.wait_s)
         waited_s = time.monotonic() - self._started
-        if pending.outcome == _protocol.FAT:
-            self._session.count_fat(waited_s)
-            return True
         self._session.count_wait(waited_s)
+        if pending.outcome == _protocol.FAT:
+            self._session.fat += 1
+            return True
         return self._not_fat(pending, client, waited_s)
 
     def _not_fat(self, pending: PendingVote, client: _client.Client, waited_s: float) -> bool | HandshakeError:
@@ -738,8 +736,11 @@ def submit_handshake(
     Raises:
         As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
-    flags = _protocol.BLOCKING
-    return _count_and_vote(executable_fingerprint, pg_to_num_collectives, graph_module_str, flags).result()
+    handshake = Handshake()
+    with _counts_lock:
+        request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
+    # Another thread's vote may overtake this one here; the connection sends them in the order of the lines.
+    return handshake.submit(request, graph_module_str)
 
 
 def submit_handshake_async(
@@ -750,30 +751,40 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    flags = _protocol.PARTIAL if partial else 0
-    return _count_and_vote(executable_fingerprint, pg_to_num_collectives, graph_module_str, flags)
-
-
-def _count_and_vote(
-    fingerprint: str, pg_to_num_collectives: Mapping[Any, int], graph_text: GraphText, flags: int
-) -> Ticket:
-    global _counts
     handshake = Handshake()
-    # Sent under the lock, so that the votes of several threads leave in the order in which they were counted.
     with _counts_lock:
-        counts = _counts.__copy__()
-        counts.increment_pg_collective_counts(pg_to_num_collectives)
-        request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
-        ticket = handshake._vote(request, graph_text, flags)
-        _counts = counts
-    return ticket
+        request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
+    return handshake.submit_async(request, graph_module_str, partial=partial)
+
+
+def _count(
+    handshake: Handshake, fingerprint: str, pg_to_num_collectives: Mapping[Any, int]
+) -> CollectiveHandshakeRequest:
+    """The request for the next graph. The process's lines have moved if it could be made and there is a connection."""
+    global _counts
+    for group in pg_to_num_collectives:
+        if group.ranks[-1] >= handshake.world_size:
+            raise HandshakeConfigError(
+                f"rank {group.ranks[-1]} of a process group is outside a world of {handshake.world_size} ranks",
+                ranks=[group.ranks[-1]],
+                group=group.ranks,
+            )
+    counts = _counts.__copy__()
+    counts.increment_pg_collective_counts(pg_to_num_collectives)
+    request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
+    handshake._client_for(request)
+    _counts = counts
+    return request
 
 
 def record_eager_collectives(pg: GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
     moves on, and nobody votes."""
+    global _counts
     with _counts_lock:
-        _counts.record_eager_collectives(pg, num_collectives)
+        counts = _counts.__copy__()  # requests that are under way hold the last one
+        counts.record_eager_collectives(pg, num_collectives)
+        _counts = counts
 
 
 class DispatchGate:

@@ -225,10 +225,6 @@ def test_constructing_again_is_cheap_and_shares_the_connection():
         assert all(h.stats() == one.stats() for h in again)
         assert submit_all([zero, again[-1]], (PAIR, 1, 1)) == [True, True]
         assert one.stats()["handshakes"] == 2
-        started = time.perf_counter()
-        for _ in range(200):
-            handshake.Handshake(1, world_size=2, port=port, host="127.0.0.1", timeout_s=PATIENCE_S)
-        assert time.perf_counter() - started < 0.1
 
 
 def test_close_is_idempotent_and_a_new_one_opens_again(monkeypatch):
