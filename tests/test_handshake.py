@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 
 import pytest
 from layout import load
@@ -294,15 +293,14 @@ def test_a_lost_rank_has_fields_of_its_own():
         ) == [True, True]
 
 
-def test_a_vote_out_of_order():
+def test_a_vote_out_of_order(monkeypatch):
+    monkeypatch.setattr(_client, "GAP_WAIT_S", 10 * PATIENCE_S)  # a gap that was left behind would be noticed
     with job(2) as ranks:
         assert submit_all(ranks, (PAIR, 0, 4)) == [True, True]
         with pytest.raises(_vocabulary.HandshakeProtocolError, match="rank 0 voted out of order") as error:
             ranks[0].submit(request(0, (PAIR, 2, 1)))
         assert (error.value.ranks, error.value.group, error.value.span) == ((0,), PAIR, (2, 3))
-        started = time.monotonic()
-        assert submit_all(ranks, (PAIR, 4, 1)) == [True, True]
-        assert time.monotonic() - started < 0.5, "the refused vote left no gap behind"
+        assert submit_all(ranks, (PAIR, 4, 1)) == [True, True], "the refused vote left no gap behind"
 
 
 def test_split_is_logged_the_first_time_and_then_tenfold(caplog):
