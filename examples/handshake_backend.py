@@ -116,15 +116,15 @@ class Executable(OutputCode):
         self._boxed_call = True
         self._graph_module: torch.fx.GraphModule | None = graph_module
         self._serialized = b""
-        self._join(backend, graph_module, loaded=False)
-        if self._verdict is not None or backend.stage is HandshakeStage.COMPILE_STAGE:
-            self._program(self._decide())
+        self._join(backend, graph_module)
+        if self._verdict is not None:
+            self._program(self._verdict)
         elif any(isinstance(value, torch.SymInt) for value in example_inputs):
             # Dynamo takes guards on sizes only now; Inductor may have some.
             self._program(True)
             self._program(False)
 
-    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule, loaded: bool) -> None:
+    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule) -> None:
         """From here on this rank answers for the graph."""
         self._backend = backend
         self._lock = threading.Lock()
@@ -143,13 +143,12 @@ class Executable(OutputCode):
         self._own: OwnGraph | None = None
         if backend.partial and not self._fingerprint.startswith("unhashable"):
             self._own = OwnGraph(graph_module, backend.groups)
-        compile_stage = backend.stage is HandshakeStage.COMPILE_STAGE
-        if self._own is None and not (loaded and compile_stage):
-            self._gate = DispatchGate(self._fingerprint, self._collectives, self._text, stage=backend.stage)
-        elif compile_stage:
-            # If loaded, not waited for before the first run: torch's cache loads the backward graph together with the
-            # forward one, and the ranks that compile vote on it after they have run the forward one, with this rank.
+        if backend.stage is HandshakeStage.COMPILE_STAGE:
+            # Not waited for before the first run: a backward graph with dynamic shapes, or from torch's cache, is here
+            # before the forward one has run, and other ranks may vote on it only after they ran that with this one.
             self._ticket = self._cast()
+        elif self._own is None:
+            self._gate = DispatchGate(self._fingerprint, self._collectives, self._text, stage=backend.stage)
 
     def _cast(self) -> Ticket:
         partial = self._own is not None
@@ -210,7 +209,7 @@ class Executable(OutputCode):
         graph_module: Any = GraphPickler.loads(self._serialized, fake_mode)
         graph_module.recompile()
         self._graph_module = graph_module
-        self._join(_loading.backend, graph_module, loaded=True)
+        self._join(_loading.backend, graph_module)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Nothing of this is bundled."""

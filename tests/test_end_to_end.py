@@ -40,6 +40,7 @@ IN_BOTH_STAGES = [
     "mesh_of_two_by_two",
     "distributed_tensors",
     "dynamic_shapes",
+    "dynamic_shapes_and_a_graph_break_on_one_rank",
     "two_threads_compile_at_once",
     "cache_that_is_warm_on_one_rank",
 ]
@@ -51,7 +52,6 @@ AT_COMPILE = [
 ]
 AT_DISPATCH = [
     *IN_BOTH_STAGES,
-    "dynamic_shapes_and_a_graph_break_on_one_rank",
     "one_rank_diverges_at_iteration_1",
     "uneven_last_batch_on_one_rank",
 ]
