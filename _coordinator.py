@@ -44,6 +44,8 @@ HELLO_WITHIN_S = 10.0
 MAX_STRANGERS = 64
 # What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
+# What a frame that waits to be sent takes beside its bytes, about.
+UNSENT_FRAME_BYTES = 200
 # Bytes that one read takes; a vote is 40.
 READ_BYTES = 65536
 # After running out of file descriptors, connections wait so long to be accepted.
@@ -565,7 +567,7 @@ class Server:
         else:
             sent = 0
         connection.unsent.append(memoryview(data)[sent:])
-        connection.unsent_bytes += len(data) - sent
+        connection.unsent_bytes += len(data) - sent + UNSENT_FRAME_BYTES
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._drop(connection, "it does not read what is sent to it")
 
@@ -580,6 +582,7 @@ class Server:
                 if sent < len(unsent[0]):
                     unsent[0] = unsent[0][sent:]
                     return
+                connection.unsent_bytes -= UNSENT_FRAME_BYTES
                 unsent.popleft()
         except BlockingIOError:
             return

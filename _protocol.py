@@ -20,6 +20,7 @@ Every length is checked against a named maximum before anything of that size is 
 raises for ever: after a frame that doesn't parse, nobody knows where the next one begins.
 """
 
+import functools
 import hashlib
 import hmac
 import json
@@ -426,7 +427,12 @@ def _decode_group(body: bytes) -> GroupDeclared:
     number, count = _GROUP.unpack_from(body)
     if len(body) != _GROUP.size + count * _RUN.size:
         raise HandshakeProtocolError(f"a group of {count} runs in {len(body)} bytes")
-    return GroupDeclared(number, ranks_of(list(_RUN.iter_unpack(body[_GROUP.size :]))))
+    return GroupDeclared(number, _ranks_in(body[_GROUP.size :]))
+
+
+@functools.lru_cache(maxsize=256)  # all ranks of a group declare it, mostly one after the other
+def _ranks_in(encoded: bytes) -> tuple[int, ...]:
+    return ranks_of(list(_RUN.iter_unpack(encoded)))
 
 
 def _decode_vote(body: bytes) -> Vote:

@@ -681,6 +681,24 @@ def test_who_does_not_take_part_opens_no_exchange():
         assert ticket.exchange is None or ticket.exchange.reference_rank() is None
 
 
+def test_a_later_split_of_a_rank_is_not_promised_the_exchange_that_was_called_off():
+    world = (0, 1, 2, 3)
+    with job(4) as ranks:
+        zero, one, two, _ = ranks
+
+        def partial(h, before, number, fingerprint):
+            vote = request(h.rank, (world, before, number), fingerprint=fingerprint)
+            ticket = h.submit_async(vote, partial=True)
+            return ticket, ticket.result()
+
+        (first, _), _ = together(lambda: partial(zero, 0, 1, "d"), lambda: partial(one, 0, 1, "e"))
+        assert first.exchange is not None
+        late, _ = partial(two, 0, 2, "d")
+        again, _ = partial(zero, 1, 1, "d")
+        assert (late.exchange, again.exchange) == (None, None), "nobody would ever answer its rounds"
+        assert first.exchange.reference_rank() is None
+
+
 def test_graphs_are_printed_for_reports_only_and_once_a_fingerprint(tmp_path, caplog):
     printed = []
 
