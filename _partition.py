@@ -536,8 +536,8 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
 
     For each fat segment: its nodes' content, and for each input which node of the segment it is or which value from
     outside, numbered by first use; what those values are; which values leave; the autocast and grad mode around it;
-    and how many collectives the rank issues before it on each group that fat segments use, and in it. Groups are
-    numbered by first use: their identity, exact or by role, is in the content of the collectives.
+    and how many collectives the rank issues before it on each group that fat segments use. Groups are numbered by
+    first use: their identity, exact or by role, is in the content of the collectives.
     """
     digest = hashlib.blake2b(digest_size=16)
     group_numbers: dict[Any, int] = {}
@@ -574,7 +574,6 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
             [inside[position] for position in segment.outputs],
             _modes_at(own, segment.positions[0]),
             before,
-            tuple(issued),
         )
         text = repr(boundary).encode()
         digest.update(struct.pack("!I", len(text)) + text)

@@ -386,12 +386,17 @@ def inputs_of(graph_module: Any) -> list[Any]:
     """Arguments for a graph: small numbers for tensors, sizes for symbols."""
     generator = torch.Generator().manual_seed(3)
     inputs = []
+
+    def number(size):
+        # int(size) would make a symbol that number from then on.
+        return size.node.hint if isinstance(size, torch.SymInt) else size
+
     for node in graph_module.graph.find_nodes(op="placeholder"):
         value = node.meta["val"] if "val" in node.meta else node.meta["example_value"]
         if isinstance(value, torch.Tensor):
-            inputs.append(torch.rand([int(size) for size in value.shape], generator=generator).to(value.dtype))
+            inputs.append(torch.rand([number(size) for size in value.shape], generator=generator).to(value.dtype))
         else:
-            inputs.append(int(value))
+            inputs.append(number(value))
     return inputs
 
 

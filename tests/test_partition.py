@@ -563,11 +563,11 @@ def test_fingerprint_tells_fat_segments_apart(what):
                 graph.describe = lambda position: f"tensor {position}"
             elif what == "mode":
                 graph.modes = [(-1, None)]
-            else:
-                first = next(p for p in fat.positions if graph.collectives[p])
-                alone = [p for p in fat.positions if graph.leaders[p] == first]
-                rest = tuple(p for p in fat.positions if p not in alone)
-                segments = [_partition.Segment("skinny", tuple(alone), (), 1), fat._replace(positions=rest)]
+            else:  # a collective before it, in a skinny segment
+                graph.keys.append(b"skinny..")
+                graph.inputs.append(())
+                graph.collectives.append({"world": 1})
+                segments.insert(0, _partition.Segment("skinny", (len(graph.keys) - 1,), (), 1))
         plans.append(_partition._fingerprint(graph, segments))
     assert plans[0] != plans[1]
 
