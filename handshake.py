@@ -355,29 +355,32 @@ class Handshake:
         Raises:
             HandshakeConfigError: a value can't be used, or the port is taken.
         """
-        given = {
-            "world_size": world_size,
-            "host": host,
-            "port": port,
-            "timeout_s": timeout_s,
-            "on_timeout": on_timeout,
-            "secret": secret,
-            "stage": stage,
-            "debug": debug,
-            "coordinator": coordinator,
-        }
         if current_rank is None or world_size is None:
             distributed = _rendezvous.torch_distributed()
             if distributed is not None:
                 current_rank = distributed.get_rank() if current_rank is None else current_rank
                 world_size = distributed.get_world_size() if world_size is None else world_size
-        key = (current_rank, coordinator_rank, world_size, *list(given.values())[1:])
+        key = (
+            *(current_rank, coordinator_rank, world_size, host, port, timeout_s, on_timeout),
+            *(secret, stage, debug, coordinator),
+        )
         session = _sessions.get(key)
         if session is None or session.closed:
+            given = {
+                "world_size": world_size,
+                "host": host,
+                "port": port,
+                "timeout_s": timeout_s,
+                "on_timeout": on_timeout,
+                "secret": secret,
+                "stage": stage,
+                "debug": debug,
+                "coordinator": coordinator,
+            }
             with _sessions_lock:
                 session = _sessions.get(key)
                 if session is None or session.closed:
-                    settings = _Settings.resolve(current_rank, coordinator_rank, {**given, "world_size": world_size})
+                    settings = _Settings.resolve(current_rank, coordinator_rank, given)
                     session = _sessions[key] = _Session(key, settings)
         self._session = session
 
