@@ -145,7 +145,7 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     """
     counts: dict[ProcessGroupId, int] = {}
     for node in graph_module.graph.nodes:
-        for group, number in _node_collectives(node).items():
+        for group, number in node_collectives(node).items():
             counts[group] = counts.get(group, 0) + number
     return counts
 
@@ -471,7 +471,8 @@ def _peers(node: Any, call: _CollectiveCall, group: _Group) -> list[int]:
     return peers
 
 
-def _node_collectives(node: Any) -> dict[ProcessGroupId, int]:
+def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
+    """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
     call = _collective_call(node)
     if call is not None:
         group = _group_of(node, call)

@@ -703,7 +703,7 @@ def _collectives(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> lis
     else:
         import _graph
     none: dict[Any, int] = {}
-    return [_graph._node_collectives(node) if look else none for node, look in zip(nodes, where, strict=True)]
+    return [_graph.node_collectives(node) if look else none for node, look in zip(nodes, where, strict=True)]
 
 
 def _modes(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> list[tuple[int, int | None]]:

@@ -202,7 +202,7 @@ def test_program(program, with_plan, without):
         for name, segment in skinny.named_children():
             if name.startswith("skinny"):
                 calls = list(segment.graph.nodes)
-                assert sum(bool(_graph._node_collectives(node)) for node in calls) == 1
+                assert sum(bool(_graph.node_collectives(node)) for node in calls) == 1
         if plan is not None:
             split = _partition.split_by_plan(graph, plan)
             assert segments_of(split) == " ".join(kinds(plan))
