@@ -8,6 +8,7 @@ A port is never looked for, closed and bound again later: the listening socket t
 """
 
 import json
+import operator
 import os
 import secrets
 import socket
@@ -71,8 +72,8 @@ def parse_port(value: str | int, source: str) -> int:
         HandshakeConfigError: `value`, which `source` gave, is none.
     """
     try:
-        port = int(value)
-    except ValueError:
+        port = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
         port = -1
     if not 0 <= port <= 65535 or isinstance(value, bool):
         raise HandshakeConfigError(f"{source}={value!r} is no port: it must be a whole number from 1 to 65535")
@@ -156,9 +157,9 @@ def _listen(host: str, port: int, source: str) -> socket.socket:
     loopback = _is_loopback(host)
     try:
         if loopback:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            address = ("::1" if family == socket.AF_INET6 else "127.0.0.1", port)
-            return socket.create_server(address, family=family, backlog=BACKLOG)
+            address = loopback_address(host)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=BACKLOG)
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
@@ -176,11 +177,16 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "ip6-localhost") or host.startswith("127.")
 
 
+def loopback_address(host: str) -> str:
+    """This host's own address, of the family of `host`."""
+    return "::1" if ":" in host or host == "ip6-localhost" else "127.0.0.1"
+
+
 def _own_addresses(master: str, port: int) -> tuple[str, ...]:
     """The addresses by which the job reaches this process: the one from which this host reaches the master, then
     this host's name."""
     if _is_loopback(master):
-        return ("::1" if ":" in master else "127.0.0.1",)
+        return (loopback_address(master),)
     addresses = []
     try:
         for family, *_, address in socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM):

@@ -14,6 +14,7 @@ its collectives ("skinny"). See `_consensus` for the exact rule.
 
 import atexit
 import logging
+import operator
 import os
 import sys
 import threading
@@ -175,7 +176,7 @@ def _whole_number(name: str, given: Any, ask: Callable[[], int] | None, variable
             f"{name} is not known: initialise torch.distributed, set {variable}, or pass Handshake({name}=…)"
         )
     try:
-        return int(value)
+        return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         source = variable if given is None else name
         raise HandshakeConfigError(f"{source}={value!r} is no whole number") from None
@@ -267,8 +268,8 @@ class _Session:
     def _find(self, deadline: Deadline) -> Endpoint:
         # The coordinator's own rank knows what it bound; the others ask.
         if self.endpoint is not None:
-            hosts = ("::1",) if ":" in self.settings.place.host else ("127.0.0.1",)
-            return self.endpoint._replace(hosts=(*hosts, *self.endpoint.hosts))
+            own = _rendezvous.loopback_address(self.settings.place.host)
+            return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
         return _rendezvous.find_endpoint(self.settings.place, deadline)
 
     @property
@@ -364,7 +365,10 @@ class Handshake:
             *(current_rank, coordinator_rank, world_size, host, port, timeout_s, on_timeout),
             *(secret, stage, debug, coordinator),
         )
-        session = _sessions.get(key)
+        try:
+            session = _sessions.get(key)
+        except TypeError as error:
+            raise HandshakeTypeError(f"an argument of Handshake is of a type that it can't be: {error}") from None
         if session is None or session.closed:
             given = {
                 "world_size": world_size,
@@ -774,6 +778,9 @@ def _count(
             )
     counts = _counts.__copy__()
     counts.increment_pg_collective_counts(pg_to_num_collectives)
+    if not counts:
+        # A graph without collectives, before any with some: a request still needs a group, an idle one.
+        counts.increment_pg_collective_counts({ProcessGroupId([handshake.rank]): 0})
     request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
     handshake._client_for(request)
     _counts = counts

@@ -344,6 +344,9 @@ CONFIGURATIONS = [
     ({"PORT": "80.5"}, {}, variable("PORT")),
     ({}, {"port": 70000}, "port=70000 is no port"),
     ({}, {"port": "x"}, "port='x' is no port"),
+    ({}, {"port": 3.7}, "port=3.7 is no port"),
+    ({}, {"port": [1]}, "an argument of Handshake is of a type that it can't be"),
+    ({}, {"current_rank": 0.5}, "current_rank=0.5 is no whole number"),
     ({"TIMEOUT_S": "soon"}, {}, variable("TIMEOUT_S") + "='soon' is no timeout"),
     ({"TIMEOUT_S": "-3"}, {}, "positive number of seconds"),
     ({"TIMEOUT_S": "0"}, {}, variable("TIMEOUT_S")),
@@ -565,6 +568,16 @@ def test_nothing_is_counted_after_an_error(rank_0, fingerprint, counted):
     )
     assert results == [True, [True]]
     assert [group.ranks for group in handshake._counts] == [PAIR]
+
+
+def test_a_graph_without_collectives_is_fat_whether_or_not_something_was_counted(rank_0):
+    assert handshake.submit_handshake("same", {}) is True
+    assert handshake.submit_handshake_async("same", {Group(PAIR): 0}).result() is True
+    results = together(
+        lambda: handshake.submit_handshake("same", {Group(PAIR): 1}), lambda: play(rank_0, ("vote", 1, "same"))
+    )
+    assert results == [True, [True]]
+    assert handshake.submit_handshake("same", {}) is True
 
 
 def test_threads_that_call_submit_handshake_are_counted_one_by_one(rank_0):
