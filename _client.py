@@ -245,20 +245,23 @@ class Client:
                 number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
                 frame = _protocol.vote_on_one(number, flags, digest, line.number, start, end)
                 self.bytes_sent += len(frame)
-                pending = PendingVote(number)
+                # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
+                pending = self._votes[number] = PendingVote(number)
                 try:
                     self._sock.sendall(frame)
                     sent = True
                 except OSError:
                     sent = False  # what the coordinator said before is still to be read, and tells more
+                if self._votes_wait_for_others:
+                    self._sent.notify_all()
             try:
                 data = self._sock.recv(READ_BYTES) if sent else None
-            except OSError:
+            except (BlockingIOError, ConnectionError):
                 data = None
             if data == _protocol.verdict(number, _protocol.FAT):
+                del self._votes[number]
                 pending.outcome = _protocol.FAT
                 return pending
-            self._votes[number] = pending
             if data is not None:
                 self._take(data)
             return pending

@@ -424,8 +424,7 @@ class _CollectiveHandshakeConsensus:
         if len(votes) < len(group.ranks):
             cell.voters[rank] = vote
             self._pending_of_rank[rank].append(vote)
-            if vote.timeout_s is not None and self._next_deadline is not None:
-                self._next_deadline = min(self._next_deadline, now + vote.timeout_s)
+            self._wake_at(vote.next_look())
             return ()
         del self._components[component], group.cells[(start, end)]
         for rank, other in cell.voters.items():

@@ -161,11 +161,12 @@ class Server:
                         return
                     else:
                         peer()
+                voted_at, self._voted_at = self._voted_at, 0.0
                 deadline = self._next_deadline()
                 if deadline is None:
                     seconds = None
                     continue
-                now, self._voted_at = self._voted_at or monotonic(), 0.0
+                now = voted_at or monotonic()
                 if deadline <= now or self._reports is not None:
                     self._look_at_the_clock(now)
                     deadline = self._next_deadline() or now
@@ -717,8 +718,9 @@ def main(arguments: list[str]) -> None:
     import signal
 
     # The rank decides when its coordinator ends: a Ctrl-C or a scheduler's SIGTERM reaches the rank too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     _raise_descriptor_limit()
     listener = socket.socket(fileno=int(arguments[0]))
     control = socket.socket(fileno=int(arguments[1]))

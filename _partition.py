@@ -617,6 +617,8 @@ def agree_on_plan(
         What `exchange.agree` raises, if the answer to this rank's fingerprint got lost: the others may run fat now, so
         going on skinny could hang.
     """
+    if getattr(exchange, "is_undecided", False):
+        raise PlanError("the answer to this rank's plan got lost: the others may run it, so this rank can't go on")
     try:
         plan = _common_plan(exchange, graph if isinstance(graph, OwnGraph) else OwnGraph(graph, groups))
     except Exception as error:

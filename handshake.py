@@ -647,6 +647,7 @@ class Exchange:
         self._wait_s = wait_s
         self.rank = rank
         self._reference: int | None = None
+        self.is_undecided = False
 
     def reference_rank(self) -> int | None:
         """Waits until all ranks of the component have voted; the rank whose graph the others align with."""
@@ -672,7 +673,11 @@ class Exchange:
 
     def agree(self, fingerprint: str) -> bool:
         """Whether all ranks of the component gave the same fingerprint: then, and only then, run the plan."""
+        # An exception on the way leaves it open what the others were told: they may run the plan. So nobody may take
+        # this exchange for one that was called off.
+        self.is_undecided = True
         answer = self._round(_protocol.AGREE, fingerprint_digest(fingerprint))
+        self.is_undecided = False
         self._client.forget_exchange(self._number)
         return answer == b"\x01"
 
