@@ -340,18 +340,15 @@ class Client:
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
             HandshakeTimeoutError: the coordinator does not answer.
         """
-        deadline = None
+        deadline = Deadline(seconds)
         while not pending.outcome:
             if self._failure is not None:
                 raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
             if self._reading.acquire(False):
                 try:
                     while not pending.outcome and self._failure is None:
-                        if not self._receive():
-                            # Only now, after LOOK_UP_S, does the time matter.
-                            deadline = deadline or Deadline(seconds)
-                            if not deadline.remaining():
-                                raise self._no_answer(seconds)
+                        if not self._receive() and not deadline.remaining():
+                            raise self._no_answer(seconds)
                 finally:
                     self._reading.release()
                     if self._others_wait:
@@ -364,6 +361,8 @@ class Client:
                             self._turn.wait(LOOK_UP_S)
                     finally:
                         self._others_wait -= 1
+                if not pending.outcome and not deadline.remaining():
+                    raise self._no_answer(seconds)
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
