@@ -12,7 +12,6 @@ waits a moment for the vote that fills it, which another thread may be about to 
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 if __package__:
     from . import _protocol
+    from ._sockets import limit_waits, prepare_socket
     from ._vocabulary import (
         HandshakeConfigError,
         HandshakeError,
@@ -32,6 +32,7 @@ if __package__:
     )
 else:
     import _protocol
+    from _sockets import limit_waits, prepare_socket
     from _vocabulary import (
         HandshakeConfigError,
         HandshakeError,
@@ -52,6 +53,8 @@ GAP_WAIT_S = 1.0
 COORDINATOR_GRACE_S = 10.0
 # A reading thread looks up so often, to see whether it has waited too long.
 LOOK_UP_S = 1
+# A coordinator that takes nothing for so long hangs, or its host does.
+SEND_WITHIN_S = 10
 # Between two attempts to connect.
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 0.5
@@ -166,11 +169,8 @@ class Client:
         self._turn = threading.Condition()
         self._others_wait = 0
         self._failure: tuple[type[HandshakeError], str] | None = None
-        self._threads: set[int] = set()
-        self._only_thread = 0
         self.bytes_sent = 0
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(LOOK_UP_S))
+        limit_waits(sock, receive_s=LOOK_UP_S, send_s=SEND_WITHIN_S)
         decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
         self._hand_out()  # what came together with the welcome
 
@@ -182,7 +182,7 @@ class Client:
         Args:
             counts: where the rank stands, the graph's spans included.
             digest: the fingerprint's, `DIGEST_BYTES` long.
-            flags: BLOCKING (left out where other threads of this process vote too), PARTIAL, HAS_GRAPH.
+            flags: PARTIAL, HAS_GRAPH.
 
         Returns:
             The vote, for `wait`; None if the graph meets no other rank.
@@ -190,8 +190,6 @@ class Client:
         Raises:
             HandshakeConfigError: a group reaches outside the world. Nothing was sent then.
         """
-        if threading.get_ident() != self._only_thread and not self._is_the_only_thread():
-            flags &= ~_protocol.BLOCKING
         spans = []
         moves = []
         with self._sending:
@@ -221,12 +219,12 @@ class Client:
 
     def vote_usually(self, counts: RankCollectiveCounts, digest: bytes, flags: int) -> PendingVote | None:
         """`vote`, and a first read, in few steps for the usual handshake: on one group, declared before, without a gap
-        before the span, and no other thread votes or reads.
+        before the span, and no other thread reads.
 
         Returns:
             None if it is no such vote; nothing has happened then. Else the vote, for `wait`: mostly it is answered.
         """
-        if threading.get_ident() != self._only_thread or counts._eager or self._failure is not None:
+        if counts._eager or self._failure is not None:
             return None
         group = None
         for known, known_count in counts._pg_to_count.items():
@@ -290,14 +288,6 @@ class Client:
             self._sent.wait_for(lambda: start - line.frontier <= eager - line.eager, GAP_WAIT_S)
         finally:
             self._votes_wait_for_others -= 1
-
-    def _is_the_only_thread(self) -> bool:
-        """Whether no other living thread has voted on this connection: then this rank is blocked while it waits."""
-        this = threading.get_ident()
-        self._threads.add(this)
-        self._threads &= {thread.ident for thread in threading.enumerate() if thread.ident is not None} | {this}
-        self._only_thread = this if len(self._threads) == 1 else 0
-        return len(self._threads) == 1
 
     def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
         """Sends the graph that a verdict asked for."""
@@ -573,8 +563,7 @@ def _try(family: int, address: Any, endpoint: Endpoint, facts: dict[str, Any], d
         attempt = Deadline(min(ATTEMPT_S, max(deadline.remaining(), 0.1)))
         sock.settimeout(attempt.remaining())
         sock.connect(address)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        prepare_socket(sock)
         decoder = _protocol.Decoder()
         where = f"what listens on {address[0]} port {address[1]}"
         try:
@@ -615,10 +604,6 @@ def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -
         if not data:
             raise ConnectionResetError("it closed the connection")
         decoder.feed(data)
-
-
-def _timeval(seconds: int) -> bytes:
-    return struct.pack("@ll", seconds, 0)
 
 
 def host_and_pid() -> dict[str, Any]:

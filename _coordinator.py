@@ -26,6 +26,7 @@ if __package__:
     from . import _child, _protocol
     from ._consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
     from ._reports import Finished, Reports
+    from ._sockets import prepare_socket
     from ._splits import Record, Reply, Splits, SplitVote
     from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
 else:
@@ -33,6 +34,7 @@ else:
     import _protocol
     from _consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
     from _reports import Finished, Reports
+    from _sockets import prepare_socket
     from _splits import Record, Reply, Splits, SplitVote
     from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
 
@@ -428,7 +430,7 @@ class Server:
         spans = [(group, start, end)]
         cast: Cast = (connection, number, flags, digest, spans)
         fat = self._consensus.cast_usual(
-            connection.rank, spans, digest, now, cast, bool(flags & _protocol.BLOCKING), connection.timeout_s
+            connection.rank, spans, digest, now, cast, False, connection.timeout_s
         )
         if fat is None:
             return False
@@ -454,7 +456,7 @@ class Server:
         cast: Cast = (connection, number, flags, digest, spans)
         try:
             decisions = self._consensus.cast(
-                connection.rank, spans, digest, now, cast, bool(flags & _protocol.BLOCKING), connection.timeout_s
+                connection.rank, spans, digest, now, cast, False, connection.timeout_s
             )
         except HandshakeProtocolError as error:
             facts = _protocol.reason_facts(str(error), error.ranks, error.group, error.span)
@@ -595,15 +597,6 @@ class Server:
 
 def _label(facts: dict[str, Any]) -> str:
     return f"{facts.get('host', '?')}:{facts.get('pid', '?')}"
-
-
-def prepare_socket(sock: socket.socket) -> None:
-    """Small messages go out at once; a host that vanishes without a word is noticed within half a minute."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread

@@ -65,7 +65,7 @@ EXCHANGE, RESULT = 48, 49
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5
 
 # Flags of a vote.
-BLOCKING, PARTIAL, HAS_GRAPH = 1, 2, 4
+PARTIAL, HAS_GRAPH = 1, 2
 # Flags of a verdict.
 SEND_GRAPH = 1
 

@@ -426,7 +426,7 @@ class Handshake:
             client = self._client_for(request)
             if client is None:
                 return True
-        flags = _protocol.BLOCKING
+        flags = 0
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
         started = time.monotonic()

@@ -20,7 +20,7 @@ _protocol = load("_protocol")
 _splits = load("_splits")
 _vocabulary = load("_vocabulary")
 
-BLOCKING, PARTIAL = _protocol.BLOCKING, _protocol.PARTIAL
+PARTIAL = _protocol.PARTIAL
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = (
     _protocol.FAT,
     _protocol.SPLIT,
@@ -77,11 +77,11 @@ def running(world_size=2, kind="thread", timeout_s=WAIT_S):
         made.close()
 
 
-def vote(client, *spans, digest=A, flags=BLOCKING):
+def vote(client, *spans, digest=A, flags=0):
     return client.vote(counts(*spans), digest, flags)
 
 
-def outcome(client, *spans, digest=A, flags=BLOCKING):
+def outcome(client, *spans, digest=A, flags=0):
     pending = vote(client, *spans, digest=digest, flags=flags)
     client.wait(pending, WAIT_S)
     return pending.outcome
@@ -209,7 +209,7 @@ def test_eager_collectives_that_were_recorded_are_not_waited_for(monkeypatch):
         for eager in (3, 0, 2):
             standing.record_eager_collectives(group, eager)
             standing.increment_pg_collective_counts({group: 1})
-            pending = client.vote(standing, A, BLOCKING)
+            pending = client.vote(standing, A, 0)
             client.wait(pending, WAIT_S)
             found.append(pending.outcome)
         return found
@@ -294,7 +294,7 @@ def test_a_senseless_timeout_harms_nobody(timeout_s):
             assert isinstance(peer.receive(), _protocol.Welcome)
             client = job.client(0)
             pending = vote(client, ((0, 1), 0, 1))
-            peer.send(_protocol.group(0, (0, 1)), _protocol.vote(1, BLOCKING, A, [(0, 0, 1)]))
+            peer.send(_protocol.group(0, (0, 1)), _protocol.vote(1, 0, A, [(0, 0, 1)]))
             assert peer.receive().outcome == FAT
             client.wait(pending, WAIT_S)
             assert pending.outcome == FAT
@@ -774,7 +774,7 @@ def test_a_coordinator_that_breaks_the_protocol(frames, words):
 
 
 def test_a_coordinator_that_hangs(monkeypatch):
-    monkeypatch.setattr(_client, "_timeval", lambda seconds: struct.pack("@ll", 0, 20_000))
+    monkeypatch.setattr(_client, "LOOK_UP_S", 0.02)
     with listening(_serve_after_welcome()) as port:
         client = connect(port)
         pending = vote(client, ((0, 1), 0, 1))
