@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ if __package__:
     from . import _protocol
     from ._sockets import limit_waits, prepare_socket
     from ._vocabulary import (
+        DIGEST_BYTES,
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
@@ -34,6 +36,7 @@ else:
     import _protocol
     from _sockets import limit_waits, prepare_socket
     from _vocabulary import (
+        DIGEST_BYTES,
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
@@ -55,6 +58,9 @@ COORDINATOR_GRACE_S = 10.0
 LOOK_UP_S = 1
 # A coordinator that takes nothing for so long hangs, or its host does.
 SEND_WITHIN_S = 10
+_TAKES_NOTHING = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
+# What the last bytes (a goodbye) may wait for another thread's.
+CLOSE_WITHIN_S = 1.0
 # Between two attempts to connect.
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 0.5
@@ -72,6 +78,10 @@ class Deadline:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
 
+    def cut(self) -> None:
+        """It is now."""
+        self._at = 0.0
+
     def remaining(self) -> float:
         """Seconds until then, never negative."""
         return max(0.0, self._at - time.monotonic())
@@ -87,15 +97,16 @@ class Endpoint(NamedTuple):
 
 
 class PendingVote:
-    """A vote that was sent. `outcome` is 0 until the verdict is there."""
+    """A vote that was sent. `outcome` is 0 until the verdict is there; then `rounds` is there too if the ranks are to
+    look for a plan."""
 
-    __slots__ = ("exchange", "facts", "flags", "number", "outcome")
+    __slots__ = ("facts", "flags", "number", "outcome", "rounds")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.outcome = 0
         self.flags = 0
-        self.exchange = 0
+        self.rounds: Rounds | None = None
         self.facts: dict[str, Any] = _NO_FACTS
 
 
@@ -117,12 +128,13 @@ class PendingRound:
         self.ok, self.payload, self.outcome = ok, payload, 1
 
 
-class _Rounds:
+class Rounds:
     """The rounds of one exchange, in order: those with a result, and those that this rank waits for."""
 
-    __slots__ = ("arrived", "asked_for", "called_off", "rounds")
+    __slots__ = ("__weakref__", "arrived", "asked_for", "called_off", "number", "rounds")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.rounds: list[PendingRound] = []
         self.arrived = 0
         self.asked_for = 0
@@ -136,14 +148,16 @@ class _Rounds:
 
 class _Line:
     """How far this rank's votes on one group have been sent. `number` names the group on this connection; `eager` is
-    how many of its collectives were recorded as issued outside any graph by then."""
+    how many of its collectives were recorded as issued outside any graph by then; `skipped` is the last span that was
+    given up waiting for."""
 
-    __slots__ = ("eager", "frontier", "number")
+    __slots__ = ("eager", "frontier", "number", "skipped")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.frontier = 0
         self.eager = 0
+        self.skipped = (0, 0)
 
 
 class Client:
@@ -164,7 +178,8 @@ class Client:
         self._numbers = 0
         self._votes: dict[int, PendingVote] = {}
         self._details: dict[int, dict[str, Any]] = {}
-        self._exchanges: dict[int, _Rounds] = {}
+        # Held by those who take part: a ticket that is thrown away ends its exchange for this rank.
+        self._exchanges: weakref.WeakValueDictionary[int, Rounds] = weakref.WeakValueDictionary()
         self._reading = threading.Lock()
         self._turn = threading.Condition()
         self._others_wait = 0
@@ -188,10 +203,12 @@ class Client:
             The vote, for `wait`; None if the graph meets no other rank.
 
         Raises:
-            HandshakeConfigError: a group reaches outside the world. Nothing was sent then.
+            HandshakeConfigError: a group reaches outside the world, or there are too many. Nothing was sent then.
         """
         spans = []
         moves = []
+        late = ""
+        deadline: Deadline | None = None
         with self._sending:
             # Not through the Mapping's methods: this is every dispatch's path.
             for group, count in counts._pg_to_count.items():
@@ -201,9 +218,28 @@ class Client:
                     end = start + count.num_collectives_in_graph
                     eager = counts._eager.get(group, 0) if counts._eager else 0
                     if start > line.frontier and start - line.frontier > eager - line.eager:
-                        self._wait_for_the_vote_before(line, start, eager)
+                        deadline = deadline or Deadline(GAP_WAIT_S)
+                        self._wait_for_the_vote_before(line, start, eager, deadline)
+                    elif start < line.frontier and line.skipped[0] <= start and end <= line.skipped[1]:
+                        late = f"[{start}, {end}) on {format_ranks(group.ranks)}"
+                        continue
                     spans.append((line.number, start, end))
                     moves.append((line, end, eager))
+            if len(spans) > _protocol.MAX_SPANS:
+                raise HandshakeConfigError(
+                    f"a graph has collectives on {len(spans)} process groups of this rank; a vote can name "
+                    f"{_protocol.MAX_SPANS}"
+                )
+            if late:
+                late = (
+                    f"rank {self._rank}'s vote at {late} came more than {GAP_WAIT_S:g} s after a later one of another "
+                    f"thread, which was sent without it: the others have gone on split"
+                )
+                if not spans:
+                    return _split_here(late)
+                # What it meets on its other groups must be split too: this is nobody's fingerprint.
+                logger.warning("handshake: %s", late)
+                digest, flags = os.urandom(DIGEST_BYTES), 0
             if not spans:
                 return None
             for line, end, eager in moves:
@@ -248,6 +284,9 @@ class Client:
                 try:
                     self._sock.sendall(frame)
                     sent = True
+                except BlockingIOError:
+                    self._fail(HandshakePeerLostError, _TAKES_NOTHING)
+                    sent = False
                 except OSError:
                     sent = False  # what the coordinator said before is still to be read, and tells more
                 if self._votes_wait_for_others:
@@ -277,15 +316,21 @@ class Client:
                 ranks=[group.ranks[-1]],
                 group=group.ranks,
             )
+        if len(self._lines) >= _protocol.MAX_GROUPS_PER_RANK:
+            raise HandshakeConfigError(
+                f"rank {self._rank} has voted on {len(self._lines)} process groups, which is all that a connection "
+                f"can name; reuse groups, rather than making new ones for ever"
+            )
         line = self._lines[group] = _Line(len(self._lines))
         self._undeclared += _protocol.group(line.number, group.ranks)
         return line
 
-    def _wait_for_the_vote_before(self, line: _Line, start: int, eager: int) -> None:
+    def _wait_for_the_vote_before(self, line: _Line, start: int, eager: int, deadline: Deadline) -> None:
         """Waits a moment while positions before `start` are neither voted on nor recorded as eager."""
         self._votes_wait_for_others += 1
         try:
-            self._sent.wait_for(lambda: start - line.frontier <= eager - line.eager, GAP_WAIT_S)
+            if not self._sent.wait_for(lambda: start - line.frontier <= eager - line.eager, deadline.remaining()):
+                line.skipped = (line.frontier, start)
         finally:
             self._votes_wait_for_others -= 1
 
@@ -296,29 +341,24 @@ class Client:
 
     # ------------------------------------------------------------------ exchanges
 
-    def send_to_exchange(self, number: int, round_number: int, payload: bytes) -> None:
+    def send_to_exchange(self, rounds: Rounds, round_number: int, payload: bytes) -> None:
         """This rank's part in a round. Nothing is sent to an exchange that was called off."""
         with self._sending:
-            rounds = self._exchanges.get(number)
-            if rounds is not None and rounds.called_off is None:
-                self._send(_protocol.exchange(number, round_number, payload))
+            if rounds.called_off is None:
+                self._send(_protocol.exchange(rounds.number, round_number, payload))
 
-    def next_round(self, number: int) -> PendingRound:
+    def next_round(self, rounds: Rounds) -> PendingRound:
         """The next result of an exchange, for `wait`: results come in the order of the rounds."""
-        rounds = self._exchanges.get(number)
-        if rounds is None:
-            ended = PendingRound()
-            ended.end(False, b"this rank has ended the exchange")
-            return ended
         pending = rounds.round(rounds.asked_for)
         rounds.asked_for += 1
         if rounds.called_off is not None and not pending.outcome:
             pending.end(False, rounds.called_off)
         return pending
 
-    def forget_exchange(self, number: int) -> None:
+    def end_exchange(self, rounds: Rounds) -> None:
         """The exchange has ended for this rank."""
-        self._exchanges.pop(number, None)
+        self._exchanges.pop(rounds.number, None)
+        rounds.called_off = rounds.called_off or b"this rank has ended the exchange"
 
     # ------------------------------------------------------------------ waiting
 
@@ -332,8 +372,7 @@ class Client:
         """
         deadline = Deadline(seconds)
         while not pending.outcome:
-            if self._failure is not None:
-                raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
+            self._raise_failure()
             if self._reading.acquire(False):
                 try:
                     while not pending.outcome and self._failure is None:
@@ -410,9 +449,9 @@ class Client:
             vote = self._votes.pop(message.vote, None)
             if vote is None:
                 raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
-            vote.flags, vote.exchange = message.flags, message.exchange
+            vote.flags = message.flags
             if message.exchange:
-                self._exchanges[message.exchange] = _Rounds()
+                vote.rounds = self._exchanges[message.exchange] = Rounds(message.exchange)
             if message.outcome != _protocol.FAT:
                 vote.facts = self._details.pop(message.vote, {})
             vote.outcome = message.outcome
@@ -446,7 +485,7 @@ class Client:
     def _log_report(self, facts: dict[str, Any]) -> None:
         if "text" in facts:
             where = f"\n(side by side: {facts['path']})" if facts.get("path") else ""
-            logger.warning("handshake: why the ranks' graphs were split:\n%s%s", facts["text"], where)
+            logger.warning("handshake: why the ranks' graphs were split:\n%s%s", facts["text"].rstrip(), where)
         elif facts.get("path"):
             logger.warning(
                 "handshake: why rank %d was split is in the log of rank %s, and in %s on its host",
@@ -458,24 +497,27 @@ class Client:
     # ------------------------------------------------------------------ the connection
 
     def _send(self, data: bytes) -> None:
+        """Sends frames, `_sending` being held."""
+        self._raise_failure()
         if self._undeclared:
             data, self._undeclared = self._undeclared + data, b""
         try:
             self._sock.sendall(data)
+        except BlockingIOError:
+            self._fail(HandshakePeerLostError, _TAKES_NOTHING)
         except OSError as error:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
-            self._fail_after_reading(f"the connection broke: {error.strerror or error}")
+            if self._reading.acquire(False):
+                try:
+                    while self._failure is None and self._receive():
+                        pass
+                finally:
+                    self._reading.release()
+            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+        self._raise_failure()
         self.bytes_sent += len(data)
 
-    def _fail_after_reading(self, why: str) -> None:
-        if self._failure is None and self._reading.acquire(False):
-            try:
-                while self._failure is None and self._receive():
-                    pass
-            finally:
-                self._reading.release()
-        if self._failure is None:
-            self._fail(HandshakePeerLostError, why)
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
 
@@ -496,10 +538,14 @@ class Client:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""
         if self._failure is None:
             self._failure = (HandshakeError, f"rank {self._rank}: the handshake was closed")
-            try:
-                self._sock.sendall(_protocol.goodbye(reason))
-            except OSError:
-                pass
+            # Not into the middle of another thread's frame. One that is stuck is woken by the shutdown.
+            if self._sending.acquire(timeout=CLOSE_WITHIN_S):
+                try:
+                    self._sock.sendall(_protocol.goodbye(reason))
+                except OSError:
+                    pass
+                finally:
+                    self._sending.release()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -526,13 +572,15 @@ def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any]
 
     Raises:
         HandshakePeerLostError: nobody was reached by then.
-        HandshakeProtocolError: what listens there is no coordinator, speaks another version, or refuses this rank.
+        HandshakeProtocolError: what listens there is no coordinator, speaks another version, or refuses this rank, and
+            no other address of the coordinator's is better.
     """
     rank = int(facts["rank"])
     retry_s = FIRST_RETRY_S
     while True:
         endpoint = find_endpoint(deadline)
         failures: list[str] = []
+        refused: HandshakeProtocolError | None = None
         for host in endpoint.hosts:
             try:
                 addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
@@ -544,6 +592,11 @@ def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any]
                     return _try(family, address, endpoint, facts, deadline)
                 except OSError as error:
                     failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
+                except HandshakeProtocolError as error:
+                    # A stranger, perhaps; the coordinator may be at the next address.
+                    refused = refused or error
+        if refused is not None:
+            raise refused
         remaining = deadline.remaining()
         if not remaining:
             raise HandshakePeerLostError(
@@ -604,6 +657,14 @@ def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -
         if not data:
             raise ConnectionResetError("it closed the connection")
         decoder.feed(data)
+
+
+def _split_here(reason: str) -> PendingVote:
+    """A vote that need not be sent to be answered SPLIT."""
+    vote = PendingVote(0)
+    vote.facts = {"reason": reason}
+    vote.outcome = _protocol.SPLIT
+    return vote
 
 
 def host_and_pid() -> dict[str, Any]:

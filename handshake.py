@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 if __package__:
@@ -41,6 +41,7 @@ if __package__:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
+        as_process_group_id,
         fingerprint_digest,
     )
 else:
@@ -64,6 +65,7 @@ else:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
+        as_process_group_id,
         fingerprint_digest,
     )
 
@@ -129,17 +131,18 @@ class _Settings(NamedTuple):
         )
         if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
             raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
+        coordinator_rank = _whole_number("coordinator_rank", coordinator_rank, None, "")
         for name, value in (("current_rank", rank), ("coordinator_rank", coordinator_rank)):
-            if not isinstance(value, int) or not 0 <= value < world_size:
+            if not 0 <= value < world_size:
                 raise HandshakeConfigError(f"{name} {value} is outside a world of {world_size} ranks")
-        if given["coordinator"] not in ("process", "thread"):
+        if given["coordinator"] not in (None, "process", "thread"):
             raise HandshakeConfigError(f'coordinator must be "process" or "thread", got {given["coordinator"]!r}')
         port, port_source = _given_or_variable(given["port"], "port", _rendezvous.PORT_VARIABLE)
         host, _ = _given_or_variable(given["host"], "host", _rendezvous.ADDRESS_VARIABLE)
         timeout_s, timeout_source = _given_or_variable(given["timeout_s"], "timeout_s", TIMEOUT_VARIABLE)
         on_timeout, on_timeout_source = _given_or_variable(given["on_timeout"], "on_timeout", ON_TIMEOUT_VARIABLE)
-        secret, _ = _given_or_variable(given["secret"], "secret", SECRET_VARIABLE)
-        debug, _ = _given_or_variable(given["debug"], "debug", DEBUG_VARIABLE)
+        secret, secret_source = _given_or_variable(given["secret"], "secret", SECRET_VARIABLE)
+        debug, debug_source = _given_or_variable(given["debug"], "debug", DEBUG_VARIABLE)
         if on_timeout not in (None, "raise", "split"):
             raise HandshakeConfigError(f"{on_timeout_source}={on_timeout!r} must be raise or split")
         return cls(
@@ -150,15 +153,50 @@ class _Settings(NamedTuple):
                 _rendezvous.strip_brackets(str(host)) if host else _rendezvous.DEFAULT_HOST,
                 None if port is None else _rendezvous.parse_port(port, port_source),
                 port_source,
-                None if secret is None else str(secret),
+                None if secret is None else _text(secret, secret_source),
                 given["host"] is None and given["port"] is None,
             ),
             DEFAULT_TIMEOUT_S if timeout_s is None else _positive_seconds(timeout_s, timeout_source),
             on_timeout == "split",
             _stage_of(given["stage"]),
-            "" if debug is None else os.path.abspath(os.fspath(debug)),
-            given["coordinator"],
+            "" if debug is None else _folder(debug, debug_source),
+            given["coordinator"] or "process",
         )
+
+    def is_of(self, session: "_Settings", given: Mapping[str, Any]) -> bool:
+        """Whether this is the same rank of the same job as `session`'s. Where no host and no port is given, it is that
+        of whatever was opened with one."""
+        return (
+            (self.rank, self.world_size, self.place.coordinator_rank)
+            == (session.rank, session.world_size, session.place.coordinator_rank)
+            and (given["host"] is None or self.place.host == session.place.host)
+            and (given["port"] is None or self.place.port == session.place.port)
+        )
+
+    def must_agree_with(self, session: "_Settings", given: Mapping[str, Any]) -> None:
+        """Refuses what is given and is not as in `session`, which is open.
+
+        Raises:
+            HandshakeConfigError: as said.
+        """
+        mine, theirs = self._asdict() | self.place._asdict(), session._asdict() | session.place._asdict()
+        for keyword, name in _GIVEN_ONCE.items():
+            if given[keyword] is not None and mine[name] != theirs[name]:
+                raise HandshakeConfigError(
+                    f"rank {self.rank} has a handshake open already, with another {keyword} than {given[keyword]!r}. "
+                    f"One process opens one for its job: give {keyword} when the first is made, or close() that first"
+                )
+
+
+# The keywords that an open handshake's settings are compared by, and what those are called.
+_GIVEN_ONCE = {
+    "timeout_s": "timeout_s",
+    "on_timeout": "split_on_timeout",
+    "secret": "secret",
+    "stage": "stage",
+    "debug": "debug",
+    "coordinator": "coordinator",
+}
 
 
 def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, str]:
@@ -182,6 +220,21 @@ def _whole_number(name: str, given: Any, ask: Callable[[], int] | None, variable
         raise HandshakeConfigError(f"{source}={value!r} is no whole number") from None
 
 
+def _text(value: Any, source: str) -> str:
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise HandshakeConfigError(f"{source} must be text that UTF-8 can encode") from None
+    return str(value)
+
+
+def _folder(value: Any, source: str) -> str:
+    try:
+        return os.path.abspath(os.fsdecode(value))
+    except TypeError:
+        raise HandshakeConfigError(f"{source}={value!r} is no folder") from None
+
+
 def _positive_seconds(value: Any, source: str) -> float:
     try:
         seconds = float(value)
@@ -202,22 +255,22 @@ def _stage_of(stage: HandshakeStage | str | None) -> HandshakeStage:
 
 
 class _Session:
-    """What all `Handshake` objects with the same arguments share: the connection, and on the coordinator rank
-    the coordinator."""
+    """What all `Handshake` objects of one process and job share: the connection, and on the coordinator rank the
+    coordinator."""
 
-    def __init__(self, key: tuple[Any, ...], settings: _Settings) -> None:
-        self.key = key
+    def __init__(self, settings: _Settings) -> None:
         self.settings = settings
         self.rank = settings.rank
         self.closed = False
         self.endpoint: Endpoint | None = None
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
-        self.fat = 0
         self.waited_s = 0.0
         self.longest_wait_s = 0.0
-        self.counters = dict.fromkeys(("split", "timeout", "peer_lost", "refused"), 0)
+        self.counters = dict.fromkeys(("fat", "split", "timeout", "peer_lost", "refused"), 0)
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._connect_within = Deadline(0.0)
         self.connected: _client.Client | None = None
         self._coordinator: _coordinator.Coordinator | None = None
         self._splits_of: dict[bytes, int] = {}
@@ -243,6 +296,7 @@ class _Session:
             "coordinator_rank": self.settings.place.coordinator_rank,
             "stage": self.settings.stage.name,
             "timeout_s": self.settings.timeout_s,
+            "on_timeout": "split" if self.settings.split_on_timeout else "raise",
             "python": ".".join(map(str, sys.version_info[:3])),
             **_client.host_and_pid(),
         }
@@ -254,16 +308,32 @@ class _Session:
 
     def client(self) -> _client.Client:
         """The connection, made when it is first needed."""
-        with self._lock:
+        with self._connecting:
+            if self.connected is not None:
+                return self.connected
+            with self._lock:
+                self.must_be_open()
+                self._connect_within = Deadline(self.settings.timeout_s)
+            try:
+                client = _client.connect(self._find, self._facts(), self._connect_within)
+            except HandshakeError:
+                self.must_be_open()
+                raise
+            with self._lock:
+                if not self.closed:
+                    self.connected = client
             if self.closed:
-                raise HandshakeError(f"rank {self.settings.rank}: the handshake was closed; make a new Handshake()")
-            if self.connected is None:
-                client = _client.connect(self._find, self._facts(), Deadline(self.settings.timeout_s))
-                if client.reports:
-                    # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
-                    threading.Thread(target=client.read_on, name="handshake-reports", daemon=True).start()
-                self.connected = client
-            return self.connected
+                client.close(f"rank {self.rank} closed its handshake")
+                self.must_be_open()
+            if client.reports:
+                # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
+                threading.Thread(target=client.read_on, name="handshake-reports", daemon=True).start()
+            return client
+
+    def must_be_open(self) -> None:
+        """Raises HandshakeError if it was closed."""
+        if self.closed:
+            raise HandshakeError(f"rank {self.rank}: the handshake was closed; make a new Handshake()")
 
     def _find(self, deadline: Deadline) -> Endpoint:
         # The coordinator's own rank knows what it bound; the others ask.
@@ -277,24 +347,28 @@ class _Session:
         """(host, port) of the coordinator, on its own rank and on ranks that have been let in; else None."""
         return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
 
-    def count_wait(self, waited_s: float) -> None:
-        """Counts the seconds that a handshake took."""
-        self.waited_s += waited_s
-        if waited_s > self.longest_wait_s:
-            self.longest_wait_s = waited_s
+    def count(self, how: str, waited_s: float) -> None:
+        """Counts one handshake, how it ended, and the seconds that it took."""
+        with self._lock:
+            self.counters[how] += 1
+            self.waited_s += waited_s
+            if waited_s > self.longest_wait_s:
+                self.longest_wait_s = waited_s
 
     def splits_seen(self, digest: bytes) -> int:
         """Counts one more split of this fingerprint."""
-        # Bounded: a job that makes new fingerprints for ever loses only how often it was told about old ones.
-        if len(self._splits_of) > 10_000:
-            self._splits_of.clear()
-        count = self._splits_of[digest] = self._splits_of.get(digest, 0) + 1
-        return count
+        with self._lock:
+            # Bounded: a job that makes new fingerprints for ever loses only how often it was told about old ones.
+            if len(self._splits_of) > 10_000:
+                self._splits_of.clear()
+            count = self._splits_of[digest] = self._splits_of.get(digest, 0) + 1
+            return count
 
     def close(self) -> None:
         """Ends the connection, and the coordinator where it runs. Idempotent."""
         with self._lock:
             self.closed = True
+            self._connect_within.cut()
             client, self.connected = self.connected, None
             coordinator, self._coordinator = self._coordinator, None
         if client is not None:
@@ -312,16 +386,37 @@ class _Session:
             self._coordinator.abandon()
 
 
+# The open sessions, by the arguments with which a Handshake of theirs was made.
 _sessions: dict[tuple[Any, ...], _Session] = {}
 _sessions_lock = threading.Lock()
+
+
+def _session_for(
+    key: tuple[Any, ...], rank: int | None, coordinator_rank: int, given: Mapping[str, Any]
+) -> _Session:
+    """The session for these arguments of a Handshake, opened if there is none."""
+    with _sessions_lock:
+        for closed in [known for known, session in _sessions.items() if session.closed]:
+            del _sessions[closed]
+        if key not in _sessions:
+            settings = _Settings.resolve(rank, coordinator_rank, given)
+            for session in reversed(_sessions.values()):
+                if settings.is_of(session.settings, given):
+                    settings.must_agree_with(session.settings, given)
+                    break
+            else:
+                session = _Session(settings)
+            _sessions[key] = session
+        return _sessions[key]
 
 
 class Handshake:
     """This process's part in the handshakes of its job.
 
-    Objects made with the same arguments share one connection, so making one for each call is cheap. The coordinator
-    starts when the coordinator rank makes its first; the connection when something is first submitted. A world of one
-    rank starts and connects nothing.
+    All objects of one process and job share one connection, so making one for each call is cheap: the first says how it
+    is, later ones need no arguments. (Only who gives another rank, coordinator rank, world size, host or port gets
+    another connection.) The coordinator starts when the coordinator rank makes its first; the connection when something
+    is first submitted. A world of one rank starts and connects nothing.
     """
 
     def __init__(
@@ -337,7 +432,7 @@ class Handshake:
         secret: str | None = None,
         stage: HandshakeStage | str | None = None,
         debug: str | os.PathLike[str] | None = None,
-        coordinator: str = "process",
+        coordinator: str | None = None,
     ) -> None:
         """
         Args:
@@ -351,10 +446,10 @@ class Handshake:
             secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
             stage: compared between ranks (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
             debug: a folder for reports on splits (``TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG``).
-            coordinator: "process", or "thread" to run it in this process.
+            coordinator: "process" (the default), or "thread" to run it in this process.
 
         Raises:
-            HandshakeConfigError: a value can't be used, or the port is taken.
+            HandshakeConfigError: a value can't be used, differs from the open handshake's, or the port is taken.
         """
         if current_rank is None or world_size is None:
             distributed = _rendezvous.torch_distributed()
@@ -381,11 +476,7 @@ class Handshake:
                 "debug": debug,
                 "coordinator": coordinator,
             }
-            with _sessions_lock:
-                session = _sessions.get(key)
-                if session is None or session.closed:
-                    settings = _Settings.resolve(current_rank, coordinator_rank, given)
-                    session = _sessions[key] = _Session(key, settings)
+            session = _session_for(key, current_rank, coordinator_rank, given)
         self._session = session
 
     @property
@@ -437,8 +528,7 @@ class Handshake:
         if not pending.outcome:
             client.wait(pending, session.wait_s)
         if pending.outcome == _protocol.FAT:
-            session.fat += 1
-            session.count_wait(time.monotonic() - started)
+            session.count("fat", time.monotonic() - started)
             return True
         return Ticket(session, client, pending, request, graph_text, started).result()
 
@@ -468,24 +558,32 @@ class Handshake:
             HandshakeConfigError: the request can't be this rank's.
             HandshakeError: the handshake was closed, or no connection could be made.
         """
-        session = self._session
-        settings = session.settings
-        if session.closed:
-            raise HandshakeError(f"rank {settings.rank}: the handshake was closed; make a new Handshake()")
+        rank = self._session.rank
         if not isinstance(request, CollectiveHandshakeRequest):
             raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
-        if request.rank != settings.rank:
+        if request.rank != rank:
             raise HandshakeConfigError(
-                f"a request of rank {request.rank} was submitted on rank {settings.rank}", ranks=[request.rank]
+                f"a request of rank {request.rank} was submitted on rank {rank}", ranks=[request.rank]
             )
+        counts = request.pg_collective_counts
+        return self._client_for_groups([group for group in counts if counts[group].num_collectives_in_graph])
+
+    def _client_for_groups(self, groups: Iterable[ProcessGroupId]) -> _client.Client | None:
+        session = self._session
+        session.must_be_open()
         if session.connected is not None:
             return session.connected
-        meets = request.participating_ranks
-        if meets and meets[-1] >= settings.world_size:
+        for group in groups:
+            self._must_be_in_the_world(group)
+        return session.client() if any(len(group.ranks) > 1 for group in groups) else None
+
+    def _must_be_in_the_world(self, group: ProcessGroupId) -> None:
+        if group.ranks[-1] >= self.world_size:
             raise HandshakeConfigError(
-                f"rank {meets[-1]} is outside a world of {settings.world_size} ranks", ranks=[meets[-1]]
+                f"rank {group.ranks[-1]} of a process group is outside a world of {self.world_size} ranks",
+                ranks=[group.ranks[-1]],
+                group=group.ranks,
             )
-        return session.client() if len(meets) > 1 else None
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes and how they ended, `waited_s` and
@@ -493,8 +591,7 @@ class Handshake:
         session = self._session
         client = session.connected
         return {
-            "handshakes": session.fat + sum(session.counters.values()),
-            "fat": session.fat,
+            "handshakes": sum(session.counters.values()),
             **session.counters,
             "waited_s": session.waited_s,
             "longest_wait_s": session.longest_wait_s,
@@ -511,6 +608,15 @@ class Handshake:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_COUNTED_AS = {
+    _protocol.FAT: "fat",
+    _protocol.SPLIT: "split",
+    _protocol.TIMEOUT: "timeout",
+    _protocol.PEER_LOST: "peer_lost",
+    _protocol.VOTE_REFUSED: "refused",
+}
 
 
 class Ticket:
@@ -547,7 +653,7 @@ class Ticket:
                 if self._answer is None:
                     self._answer = self._wait()
         if isinstance(self._answer, HandshakeError):
-            raise self._answer
+            raise self._answer.with_traceback(None)
         return self._answer
 
     def _wait(self) -> bool | HandshakeError:
@@ -556,14 +662,13 @@ class Ticket:
             raise AssertionError("a vote that was never sent")
         client.wait(pending, self._session.wait_s)
         waited_s = time.monotonic() - self._started
-        self._session.count_wait(waited_s)
+        self._session.count(_COUNTED_AS[pending.outcome], waited_s)
         if pending.outcome == _protocol.FAT:
-            self._session.fat += 1
             return True
         return self._not_fat(pending, client, waited_s)
 
     def _not_fat(self, pending: PendingVote, client: _client.Client, waited_s: float) -> bool | HandshakeError:
-        settings, counters = self._session.settings, self._session.counters
+        settings = self._session.settings
         reason = pending.facts.get("reason", "no reason was given")
         fields: dict[str, Any] = {"seconds": waited_s}
         for name in ("ranks", "group"):
@@ -572,7 +677,6 @@ class Ticket:
         if pending.facts.get("span"):
             fields["span"] = tuple(pending.facts["span"])
         if pending.outcome == _protocol.TIMEOUT:
-            counters["timeout"] += 1
             message = (
                 f"rank {settings.rank} {reason} (waited {waited_s:.1f} s). The missing ranks hang, are slower than "
                 f"that, or run other graphs: look at their logs. A longer wait: {TIMEOUT_VARIABLE}; to go on split "
@@ -583,16 +687,15 @@ class Ticket:
             logger.warning("handshake: %s. It goes on split", message)
             return False
         if pending.outcome == _protocol.PEER_LOST:
-            counters["peer_lost"] += 1
             return HandshakePeerLostError(f"rank {settings.rank} can't go on: {reason}", **fields)
         if pending.outcome == _protocol.VOTE_REFUSED:
-            counters["refused"] += 1
             return HandshakeProtocolError(reason, **fields)
-        counters["split"] += 1
         if pending.flags & _protocol.SEND_GRAPH:
             threading.Thread(target=self._send_graph, args=(client,), name="handshake-graph", daemon=True).start()
-        if pending.exchange:
-            self.exchange = Exchange(client, pending.exchange, settings.rank, self._session.wait_s)
+        if pending.rounds is not None:
+            # The coordinator ends an exchange at its own timeout.
+            wait_s = max(self._session.wait_s, client.coordinator["timeout_s"] + _client.COORDINATOR_GRACE_S)
+            self.exchange = Exchange(client, pending.rounds, settings.rank, wait_s)
         self._log_split(reason)
         return False
 
@@ -601,16 +704,21 @@ class Ticket:
         count = self._session.splits_seen(fingerprint_digest(fingerprint))
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
-        client = self._client
-        explained = client is not None and client.reports
+        settings, client = self._session.settings, self._client
+        if client is not None and client.reports:
+            hint = ""
+        elif settings.debug:
+            hint = f" To see why, set {DEBUG_VARIABLE} on rank {settings.place.coordinator_rank} too, which coordinates"
+        else:
+            hint = f" Set {DEBUG_VARIABLE} to a folder to see what differs and what to change"
         logger.log(
             level,
             "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s",
-            self._session.settings.rank,
+            settings.rank,
             fingerprint[:32],
             count,
             reason,
-            "" if explained else f" Set {DEBUG_VARIABLE} to a folder to see what differs and what to change",
+            hint,
         )
 
     def _send_graph(self, client: _client.Client) -> None:
@@ -641,9 +749,9 @@ class Exchange:
         rank: this rank.
     """
 
-    def __init__(self, client: _client.Client, number: int, rank: int, wait_s: float) -> None:
+    def __init__(self, client: _client.Client, rounds: _client.Rounds, rank: int, wait_s: float) -> None:
         self._client = client
-        self._number = number
+        self._rounds = rounds
         self._wait_s = wait_s
         self.rank = rank
         self._reference: int | None = None
@@ -664,7 +772,7 @@ class Exchange:
         if len(payload) > _protocol.MAX_PAYLOAD_BYTES:
             self.abort(f"the reference graph's keys take {len(payload)} bytes")
             return None
-        self._client.send_to_exchange(self._number, _protocol.SHARE, payload)
+        self._client.send_to_exchange(self._rounds, _protocol.SHARE, payload)
         return payload
 
     def intersect(self, bitmap: bytes) -> bytes | None:
@@ -678,24 +786,24 @@ class Exchange:
         self.is_undecided = True
         answer = self._round(_protocol.AGREE, fingerprint_digest(fingerprint))
         self.is_undecided = False
-        self._client.forget_exchange(self._number)
+        self._client.end_exchange(self._rounds)
         return answer == b"\x01"
 
     def abort(self, reason: str) -> None:
         """This rank can't go on: everybody runs skinny."""
-        self._client.send_to_exchange(self._number, _protocol.ABORT, reason.encode()[:1024])
-        self._client.forget_exchange(self._number)
+        self._client.send_to_exchange(self._rounds, _protocol.ABORT, reason.encode()[:1024])
+        self._client.end_exchange(self._rounds)
 
     def _round(self, round_number: int, payload: bytes) -> bytes | None:
-        self._client.send_to_exchange(self._number, round_number, payload)
+        self._client.send_to_exchange(self._rounds, round_number, payload)
         return self._result()
 
     def _result(self) -> bytes | None:
-        pending = self._client.next_round(self._number)
+        pending = self._client.next_round(self._rounds)
         self._client.wait(pending, self._wait_s)
         if not pending.ok:
             logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
-            self._client.forget_exchange(self._number)
+            self._client.end_exchange(self._rounds)
             return None
         return pending.payload
 
@@ -749,8 +857,7 @@ def submit_handshake(
         As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
     handshake = Handshake()
-    with _counts_lock:
-        request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
+    request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
     # Another thread's vote may overtake this one here; the connection sends them in the order of the lines.
     return handshake.submit(request, graph_module_str)
 
@@ -764,8 +871,7 @@ def submit_handshake_async(
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
     handshake = Handshake()
-    with _counts_lock:
-        request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
+    request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
     return handshake.submit_async(request, graph_module_str, partial=partial)
 
 
@@ -774,21 +880,19 @@ def _count(
 ) -> CollectiveHandshakeRequest:
     """The request for the next graph. The process's lines have moved if it could be made and there is a connection."""
     global _counts
-    for group in pg_to_num_collectives:
-        if group.ranks[-1] >= handshake.world_size:
-            raise HandshakeConfigError(
-                f"rank {group.ranks[-1]} of a process group is outside a world of {handshake.world_size} ranks",
-                ranks=[group.ranks[-1]],
-                group=group.ranks,
-            )
-    counts = _counts.__copy__()
-    counts.increment_pg_collective_counts(pg_to_num_collectives)
-    if not counts:
-        # A graph without collectives, before any with some: a request still needs a group, an idle one.
-        counts.increment_pg_collective_counts({ProcessGroupId([handshake.rank]): 0})
-    request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
-    handshake._client_for(request)
-    _counts = counts
+    collectives = {as_process_group_id(group): count for group, count in pg_to_num_collectives.items()}
+    for group in collectives:
+        handshake._must_be_in_the_world(group)
+    # Not under the lock: it may take a while, and another thread may have something to count.
+    handshake._client_for_groups([group for group, count in collectives.items() if count])
+    with _counts_lock:
+        counts = _counts.__copy__()
+        counts.increment_pg_collective_counts(collectives)
+        if not counts:
+            # A graph without collectives, before any with some: a request still needs a group, an idle one.
+            counts.increment_pg_collective_counts({ProcessGroupId([handshake.rank]): 0})
+        request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
+        _counts = counts
     return request
 
 

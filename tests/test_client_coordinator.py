@@ -225,35 +225,86 @@ def test_a_rank_that_votes_from_two_threads_is_not_taken_for_blocked():
     """Rank 0 waits on the world in one thread, and still casts the vote on {0, 1} that rank 1 waits for in another."""
     with running(3) as job:
         zero, one, two = (job.client(rank) for rank in range(3))
-        world = (0, 1, 2)
-        assert together(lambda: outcome(zero, ((0, 2), 0, 1)), lambda: outcome(two, ((0, 2), 0, 1))) == [FAT] * 2
-        both_at_once = threading.Barrier(2, timeout=WAIT_S)
+        world, pair = (0, 1, 2), (0, 1)
+        first = vote(zero, (world, 0, 1))
+        outer = vote(one, (pair, 0, 1))
+        until(lambda: all(map(job.server._consensus.is_waiting, pair)))
+        results = together(
+            lambda: outcome(zero, (pair, 0, 1)),
+            lambda: (one.wait(outer, WAIT_S), outer.outcome, outcome(one, (world, 0, 1))),
+            lambda: outcome(two, (world, 0, 1)),
+            lambda: (zero.wait(first, WAIT_S), first.outcome),
+        )
+        assert results == [FAT, (None, FAT, FAT), FAT, (None, FAT)]
 
-        def first():
-            both_at_once.wait()
-            pending = vote(zero, ((0, 2), 1, 1))
-            both_at_once.wait()
-            zero.wait(pending, WAIT_S)
-            pending = vote(zero, (world, 0, 1))
-            both_at_once.wait()
-            zero.wait(pending, WAIT_S)
-            return pending.outcome
 
-        def second():
-            both_at_once.wait()
-            outcome(zero, ((0, 2), 2, 1))
-            both_at_once.wait()
-            both_at_once.wait()  # the vote on the world is under way
-            return outcome(zero, ((0, 1), 0, 1))
+def test_gaps_on_several_groups_are_waited_for_once(monkeypatch):
+    waits = []
+    monkeypatch.setattr(_client, "GAP_WAIT_S", 0.05)
+    with running(3) as job:
+        zero = job.client(0)
+        wait_for = zero._sent.wait_for
+        monkeypatch.setattr(zero._sent, "wait_for", lambda met, seconds: waits.append(seconds) or wait_for(met, seconds))
+        vote(zero, ((0, 1), 3, 1), ((0, 2), 3, 1), ((0, 1, 2), 3, 1))
+    assert len(waits) == 3 and waits[1:] == [0, 0]
 
-        def rank_1():
-            return outcome(one, ((0, 1), 0, 1)), outcome(one, (world, 0, 1))
 
-        def rank_2():
-            return [outcome(two, ((0, 2), turn, 1)) for turn in (1, 2)], outcome(two, (world, 0, 1))
+def test_a_vote_that_comes_after_its_gap_was_believed_is_split(monkeypatch):
+    """The other thread of rank 0 is not stopped by an error: its graph runs split, as on the ranks that it meets."""
+    monkeypatch.setattr(_client, "GAP_WAIT_S", 0.02)
+    with running(3) as job:
+        zero, one, two = (job.client(rank) for rank in range(3))
+        early, beside = vote(one, ((0, 1), 0, 1)), vote(two, ((0, 2), 0, 1))
+        until(lambda: job.server._consensus.is_waiting(1))
+        second = vote(zero, ((0, 1), 1, 1))
+        late = vote(zero, ((0, 1), 0, 1), ((0, 2), 0, 1))
+        for client, pending in ((one, early), (zero, late), (two, beside)):
+            client.wait(pending, WAIT_S)
+            assert pending.outcome == SPLIT
+        alone = vote(zero, ((0, 1), 0, 1))
+        assert alone.outcome == SPLIT and "rank 0's vote at [0, 1) on ranks 0-1 came more than" in alone.facts["reason"]
+        assert outcome(one, ((0, 1), 1, 1)) == FAT
+        zero.wait(second, WAIT_S)
+        assert second.outcome == FAT
+        assert outcome(zero, ((0, 1), 1, 1)) == VOTE_REFUSED, "one that was sent before is still an error"
 
-        results = together(first, second, rank_1, rank_2)
-        assert results == [FAT, FAT, (FAT, FAT), ([FAT, FAT], FAT)]
+
+def test_a_graph_on_too_many_groups_is_the_callers_error_and_nothing_is_sent(monkeypatch):
+    monkeypatch.setattr(_protocol, "MAX_SPANS", 2)
+    monkeypatch.setattr(_protocol, "MAX_GROUPS_PER_RANK", 3)
+    with running(4) as job:
+        zero, one = job.client(0), job.client(1)
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="collectives on 3 process groups of this rank"):
+            vote(zero, ((0, 1), 0, 1), ((0, 2), 0, 1), ((0, 3), 0, 1))
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="rank 0 has voted on 3 process groups"):
+            vote(zero, ((0, 1, 2), 0, 1))
+        assert together(lambda: outcome(zero, ((0, 1), 0, 1)), lambda: outcome(one, ((0, 1), 0, 1))) == [FAT, FAT]
+
+
+def test_an_exception_while_a_verdict_is_read_leaves_the_connection_in_order():
+    """A signal handler's exception, such as KeyboardInterrupt, comes out of whatever call the thread is in."""
+
+    class Interrupted:
+        def __init__(self, sock):
+            self._sock = sock
+
+        def __getattr__(self, name):
+            return getattr(self._sock, name)
+
+        def recv(self, size):
+            raise KeyboardInterrupt
+
+    with running() as job:
+        zero, one = job.client(0), job.client(1)
+        assert together(lambda: outcome(zero, ((0, 1), 0, 1)), lambda: outcome(one, ((0, 1), 0, 1))) == [FAT, FAT]
+        sock, zero._sock = zero._sock, Interrupted(zero._sock)
+        with pytest.raises(KeyboardInterrupt):
+            zero.vote_usually(counts(((0, 1), 1, 1)), A, 0)
+        zero._sock = sock
+        results = together(
+            lambda: outcome(zero, ((0, 1), 2, 1)), lambda: [outcome(one, ((0, 1), turn, 1)) for turn in (1, 2)]
+        )
+        assert results == [FAT, [FAT, FAT]]
 
 
 # ---------------------------------------------------------------------- waiting
@@ -308,7 +359,7 @@ def test_a_timeout_of_years_harms_nobody():
         votes = [vote(c, (world, 0, 1), digest=d, flags=flags) for c, d in zip(clients[:2], (A, B), strict=True)]
         for client, pending in zip(clients, votes, strict=False):
             client.wait(pending, WAIT_S)
-            assert pending.outcome == SPLIT and pending.exchange
+            assert pending.outcome == SPLIT and pending.rounds
         assert outcome(clients[2], (world, 0, 1), flags=flags) == SPLIT  # the loop has slept with a record kept
 
 
@@ -406,22 +457,22 @@ def test_a_whole_exchange_and_nothing_is_left_of_it():
     def play(client, digest):
         pending = vote(client, ((0, 1), 0, 1), digest=digest, flags=PARTIAL)
         client.wait(pending, WAIT_S)
-        number = pending.exchange
+        rounds = pending.rounds
 
         def result():
-            waiting = client.next_round(number)
+            waiting = client.next_round(rounds)
             client.wait(waiting, WAIT_S)
             return waiting.ok, waiting.payload
 
         found = [result()]
         if client._rank == 0:
-            client.send_to_exchange(number, _protocol.SHARE, b"keys")
+            client.send_to_exchange(rounds, _protocol.SHARE, b"keys")
         else:
             found.append(result())
         for round_number, payload in ((_protocol.INTERSECT, digest), (_protocol.AGREE, A)):
-            client.send_to_exchange(number, round_number, payload)
+            client.send_to_exchange(rounds, round_number, payload)
             found.append(result())
-        client.forget_exchange(number)
+        client.end_exchange(rounds)
         return found
 
     with running() as job:
@@ -431,7 +482,7 @@ def test_a_whole_exchange_and_nothing_is_left_of_it():
         assert first == [(True, bytes(4)), (True, common), (True, b"\x01")]
         assert second == [(True, bytes(4)), (True, b"keys"), (True, common), (True, b"\x01")]
         assert not job.server._splits.has_records
-        assert [client._exchanges for client in clients] == [{}, {}]
+        assert [len(client._exchanges) for client in clients] == [0, 0]
 
 
 def test_a_vote_that_is_not_partial_calls_an_exchange_off():
@@ -441,10 +492,10 @@ def test_a_vote_that_is_not_partial_calls_an_exchange_off():
         votes = [vote(zero, (world, 0, 1), flags=PARTIAL), vote(one, (world, 0, 1), digest=B, flags=PARTIAL)]
         for client, pending in zip((zero, one), votes, strict=True):
             client.wait(pending, WAIT_S)
-            assert pending.exchange
+            assert pending.rounds
         assert outcome(two, (world, 0, 1)) == SPLIT
         for client, pending in zip((zero, one), votes, strict=True):
-            waiting = client.next_round(pending.exchange)
+            waiting = client.next_round(pending.rounds)
             client.wait(waiting, WAIT_S)
             assert (waiting.ok, waiting.payload) == (False, b"rank 2 does not take part")
 
@@ -465,8 +516,8 @@ def test_an_exchange_never_waits_for_a_rank_that_waits_for_it(rank_2_votes):
         if rank_2_votes == "after":
             elsewhere = vote(two, ((0, 2), 0, 1), flags=PARTIAL)
         for client, pending in zip((zero, one), votes, strict=True):
-            if pending.exchange:
-                waiting = client.next_round(pending.exchange)
+            if pending.rounds:
+                waiting = client.next_round(pending.rounds)
                 client.wait(waiting, WAIT_S)
                 assert not waiting.ok and b"rank 2" in waiting.payload
         assert outcome(zero, ((0, 2), 0, 1)) == FAT
@@ -482,10 +533,10 @@ def test_an_exchange_that_a_rank_ended_leaves_nothing_behind():
             for client, pending in zip(clients, votes, strict=True):
                 client.wait(pending, WAIT_S)
             for client, pending in zip(clients, votes, strict=True):
-                client.send_to_exchange(pending.exchange, _protocol.ABORT, b"no")
-                client.forget_exchange(pending.exchange)
+                client.send_to_exchange(pending.rounds, _protocol.ABORT, b"no")
+                client.end_exchange(pending.rounds)
         assert together(*(lambda c=c: outcome(c, ((0, 1), 5, 1)) for c in clients)) == [FAT] * 2
-        assert [client._exchanges for client in clients] == [{}, {}]
+        assert [len(client._exchanges) for client in clients] == [0, 0]
         assert not job.server._splits.has_records
 
 
@@ -692,6 +743,24 @@ def test_somebody_elses_server(banner):
         assert "TORCH_TPU_INTERNAL_HANDSHAKE_PORT" in str(error.value)
 
 
+def test_a_stranger_at_one_address_does_not_hide_the_coordinator_at_the_next():
+    with running() as job:
+        try:
+            stranger = socket.create_server(("127.0.0.2", job.port))
+        except OSError:
+            pytest.skip("this host has one loopback address only")
+        with stranger:
+
+            def answer():
+                accepted, _ = stranger.accept()
+                with accepted:
+                    accepted.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+            client, _ = together(lambda: connect(job.port, hosts=("127.0.0.2", "127.0.0.1")), answer)
+        assert client.coordinator["host"] == "here"
+        client.close("done")
+
+
 def test_a_coordinator_of_another_version():
     other = _protocol.greeting(bytes(16), _protocol.VERSION + 1)
     with listening(lambda sock: sock.sendall(other)) as port:
@@ -782,6 +851,45 @@ def test_a_coordinator_that_hangs(monkeypatch):
         with pytest.raises(_vocabulary.HandshakeTimeoutError, match=said):
             client.wait(pending, 0.05)
         client.close("done")
+
+
+def test_a_coordinator_that_takes_nothing(monkeypatch):
+    """As one that was stopped by a debugger: the socket's buffers fill up, and no send may wait for ever."""
+    monkeypatch.setattr(_client, "SEND_WITHIN_S", 0.05)
+    with listening(_serve_after_welcome()) as port:
+        client = connect(port)
+        pending = vote(client, ((0, 1), 0, 1))
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="it has taken nothing for"):
+            for _ in range(100):
+                client.send_graph(pending, bytes(_protocol.MAX_GRAPH_BYTES))
+        with pytest.raises(_vocabulary.HandshakePeerLostError):
+            client.wait(pending, WAIT_S)
+        client.close("done")
+
+
+def test_closing_while_another_thread_is_stuck_in_a_send(monkeypatch):
+    monkeypatch.setattr(_client, "CLOSE_WITHIN_S", 0.05)
+    with listening(_serve_after_welcome()) as port:
+        client = connect(port)
+        pending = vote(client, ((0, 1), 0, 1))
+
+        def fill():
+            while True:
+                client.send_graph(pending, bytes(_protocol.MAX_GRAPH_BYTES))
+
+        def close():
+            sent = [-1]
+
+            def stuck():
+                before, sent[0] = sent[0], client.bytes_sent
+                time.sleep(0.02)
+                return client._sending.locked() and before == sent[0]
+
+            until(stuck)
+            client.close("done")
+
+        error, _ = together(fill, close)
+        assert isinstance(error, _vocabulary.HandshakeError) and "the handshake was closed" in str(error)
 
 
 # ---------------------------------------------------------------------- what a process leaves behind

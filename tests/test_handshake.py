@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import gc
 import logging
 import os
 import socket
@@ -226,6 +227,57 @@ def test_constructing_again_is_cheap_and_shares_the_connection():
         assert one.stats()["handshakes"] == 2
 
 
+def test_other_arguments_mean_the_same_handshake_or_are_refused(rank_0, monkeypatch):
+    """A process has one way to its coordinator, however its callers spell it."""
+    mine = handshake.Handshake()
+    same = [
+        handshake.Handshake(0),
+        handshake.Handshake(current_rank=0, world_size=2),
+        handshake.Handshake(0, 0, timeout_s=PATIENCE_S),
+        handshake.Handshake(0, coordinator="process", on_timeout="raise", stage="OFF"),
+    ]
+    assert {h.address for h in same} == {mine.address}
+    monkeypatch.setenv(variable("TIMEOUT_S"), "7")
+    monkeypatch.setenv(variable("PORT"), "1")
+    assert handshake.Handshake(world_size=2).address == mine.address
+    for keyword, other in {
+        "timeout_s": 3,
+        "on_timeout": "split",
+        "secret": "x",
+        "stage": "COMPILE_STAGE",
+        "debug": "folder",
+        "coordinator": "thread",
+    }.items():
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=rf"with another {keyword} than .*close\(\)"):
+            handshake.Handshake(0, **{keyword: other})
+
+
+def test_what_was_opened_by_keyword_serves_the_functions_that_take_none(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with job(2) as (zero, one):
+        results = together(
+            lambda: handshake.submit_handshake("same", {Group(PAIR): 1}),
+            lambda: one.submit(request(1, (PAIR, 0, 1))),
+        )
+        assert results == [True, True]
+        assert zero.stats()["handshakes"] == 1
+
+
+def test_closing_ends_an_attempt_to_connect():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody accepts: the attempt would go on for the whole timeout
+        one = handshake.Handshake(1, world_size=2, host="127.0.0.1", port=port, timeout_s=10 * PATIENCE_S)
+        session = one._session
+
+        def close():
+            until(session._connecting.locked)
+            one.close()
+
+        error, _ = together(lambda: one.submit(request(1, (PAIR, 0, 1))), close)
+    assert isinstance(error, _vocabulary.HandshakeError) and "the handshake was closed" in str(error)
+
+
 def test_close_is_idempotent_and_a_new_one_opens_again(monkeypatch):
     monkeypatch.setattr(_client, "GAP_WAIT_S", 0.01)  # the new one knows nothing of the votes before
     with job(2) as (zero, one):
@@ -366,6 +418,10 @@ CONFIGURATIONS = [
     ({}, {"world_size": 0}, "world_size must be from 1"),
     ({}, {"world_size": 2**30}, "world_size must be from 1"),
     ({}, {"world_size": "all"}, "world_size='all' is no whole number"),
+    ({}, {"coordinator_rank": "x"}, "coordinator_rank='x' is no whole number"),
+    ({}, {"debug": 3}, "debug=3 is no folder"),
+    ({}, {"secret": b"x"}, "secret must be text"),
+    ({"SECRET": "\udcff"}, {}, variable("SECRET") + " must be text that UTF-8 can encode"),
 ]
 
 
@@ -450,37 +506,30 @@ def test_no_coordinator_within_the_time():
 
 
 def test_ranks_that_do_not_fit_are_refused_and_nobody_else_notices():
-    with job(3, stage="COMPILE_STAGE", secret="hush") as ranks:
+    mistakes = [
+        ({"stage": "DISPATCH_STAGE"}, "stage differs: DISPATCH_STAGE on rank 2"),
+        ({"on_timeout": "split"}, "on timeout differs: split on rank 2"),
+        ({"secret": "loud"}, "does not know the secret"),
+        ({"secret": None}, "does not know the secret"),
+        ({"world_size": 4}, "world size differs: 4 on rank 2"),
+    ]
+    with job(3, stage="COMPILE_STAGE", secret="hush", ranks=PAIR) as ranks:
         port = ranks[0].address[1]
         right = {"world_size": 3, "port": port, "host": "127.0.0.1", "secret": "hush", "stage": "COMPILE_STAGE"}
-        assert submit_all(ranks[:2], (PAIR, 0, 1)) == [True, True]
+        assert submit_all(ranks, (PAIR, 0, 1)) == [True, True]
 
-        def attempt(rank=2, **wrong):
-            with handshake.Handshake(rank, timeout_s=PATIENCE_S - 1, **{**right, **wrong}) as h:
+        def attempt(**wrong):
+            with handshake.Handshake(2, timeout_s=PATIENCE_S, **{**right, **wrong}) as h:
                 with pytest.raises(_vocabulary.HandshakeProtocolError) as error:
-                    h.submit(request(rank, ((1, 2), 0, 1)))
+                    h.submit(request(2, ((1, 2), 0, 1)))
                 return str(error.value)
 
-        refusals = together(
-            lambda: attempt(stage="DISPATCH_STAGE"),
-            lambda: attempt(secret="loud"),
-            lambda: attempt(secret=None),
-            lambda: attempt(world_size=4),
-            lambda: attempt(rank=1),
-            lambda: [submit_all(ranks[:2], (PAIR, turn, 1)) for turn in range(1, 30)],
+        texts, votes = together(
+            lambda: [attempt(**wrong) for wrong, _ in mistakes],
+            lambda: [submit_all(ranks, (PAIR, turn, 1)) for turn in range(1, 30)],
         )
-        assert refusals.pop() == [[True, True]] * 29
-        for text, words in zip(
-            refusals,
-            (
-                "stage differs: DISPATCH_STAGE on rank 2",
-                "does not know the secret",
-                "does not know the secret",
-                "world size differs: 4 on rank 2",
-                "two processes say that they are rank 1",
-            ),
-            strict=True,
-        ):
+        assert votes == [[True, True]] * 29
+        for text, (_, words) in zip(texts, mistakes, strict=True):
             assert words in text
 
 
@@ -710,6 +759,47 @@ def test_a_later_split_of_a_rank_is_not_promised_the_exchange_that_was_called_of
         again, _ = partial(zero, 1, 1, "d")
         assert (late.exchange, again.exchange) == (None, None), "nobody would ever answer its rounds"
         assert first.exchange.reference_rank() is None
+
+
+def test_an_exchange_that_nobody_uses_is_forgotten():
+    with job(2) as ranks:
+        votes = [h.submit_async(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}"), partial=True) for h in ranks]
+        assert [(ticket.result(), ticket.exchange is None) for ticket in votes] == [(False, False)] * 2
+        exchanges = [h._session.connected._exchanges for h in ranks]
+        assert [len(known) for known in exchanges] == [1, 1]
+        votes.clear()
+        gc.collect()
+        assert [len(known) for known in exchanges] == [0, 0]
+        assert submit_all(ranks, (PAIR, 1, 1)) == [True, True]
+
+
+def test_a_plan_is_undecided_while_its_last_answer_is_on_the_way():
+    with job(2) as (zero, one):
+        votes = [
+            h.submit_async(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}"), partial=True) for h in (zero, one)
+        ]
+        exchanges = [ticket.exchange for ticket in votes if ticket.result() is False]
+        for exchange in exchanges:
+            assert exchange.reference_rank() == 0
+        exchanges[0].share(b"keys")
+        exchanges[1].share(None)
+        one.close()
+        assert [exchange.is_undecided for exchange in exchanges] == [False, False]
+        with pytest.raises(_vocabulary.HandshakeError):
+            exchanges[1].agree("a plan")
+        assert exchanges[1].is_undecided
+        assert exchanges[0].agree("a plan") is False and not exchanges[0].is_undecided
+
+
+def test_where_to_set_the_folder_for_reports(tmp_path, caplog):
+    with job(2, ranks=[0]) as (zero,):
+        port = zero.address[1]
+        with handshake.Handshake(1, world_size=2, host="127.0.0.1", port=port, debug=tmp_path) as one:
+            submit = [lambda h=h: h.submit(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}")) for h in (zero, one)]
+            assert together(*submit) == [False, False]
+    texts = {record.args[0]: record.getMessage() for record in caplog.records}
+    assert texts[0].endswith(f"Set {variable('DEBUG')} to a folder to see what differs and what to change")
+    assert texts[1].endswith(f"To see why, set {variable('DEBUG')} on rank 0 too, which coordinates")
 
 
 def test_graphs_are_printed_for_reports_only_and_once_a_fingerprint(tmp_path, caplog):
