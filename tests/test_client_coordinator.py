@@ -244,7 +244,7 @@ def test_gaps_on_several_groups_are_waited_for_once(monkeypatch):
     with running(3) as job:
         zero = job.client(0)
         wait_for = zero._sent.wait_for
-        monkeypatch.setattr(zero._sent, "wait_for", lambda met, seconds: waits.append(seconds) or wait_for(met, seconds))
+        monkeypatch.setattr(zero._sent, "wait_for", lambda met, s: waits.append(s) or wait_for(met, s))
         vote(zero, ((0, 1), 3, 1), ((0, 2), 3, 1), ((0, 1, 2), 3, 1))
     assert len(waits) == 3 and waits[1:] == [0, 0]
 
