@@ -86,6 +86,7 @@ __all__ = [
     "ProcessGroupId",
     "RankCollectiveCounts",
     "Ticket",
+    "has_collectives_between_ranks",
     "record_eager_collectives",
     "should_handshake",
     "submit_handshake",
@@ -814,11 +815,23 @@ class Exchange:
 def should_handshake(pg_to_num_collectives: Mapping[Any, int]) -> bool:
     """Whether a graph with these collectives must be agreed on: the stage is not OFF, and at least one collective
     is on a group of two or more ranks."""
-    if _stage_now() is HandshakeStage.OFF:
-        return False
-    for group, count in pg_to_num_collectives.items():
-        if count > 0 and len(group.ranks) > 1:
-            return True
+    return _stage_now() is not HandshakeStage.OFF and has_collectives_between_ranks(pg_to_num_collectives)
+
+
+def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> bool:
+    """Whether there is a collective on a group of two or more ranks, so that there is something to agree on.
+
+    Raises:
+        HandshakeTypeError: a key is no process group.
+    """
+    try:
+        for group, count in pg_to_num_collectives.items():
+            if count > 0 and len(group.ranks) > 1:
+                return True
+    except (AttributeError, TypeError):
+        for group in pg_to_num_collectives:
+            as_process_group_id(group)  # says what is wrong with it
+        raise
     return False
 
 
@@ -932,7 +945,7 @@ class DispatchGate:
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
-        elif not any(count > 0 and len(group.ranks) > 1 for group, count in pg_to_num_collectives.items()):
+        elif not has_collectives_between_ranks(pg_to_num_collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
             self._remembered = self._cast()
