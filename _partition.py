@@ -32,12 +32,14 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if __package__:
     from ._align import align
+    from ._vocabulary import HandshakeConfigError, HandshakeError, HandshakeTypeError
 else:
     from _align import align
+    from _vocabulary import HandshakeConfigError, HandshakeError, HandshakeTypeError
 
 if TYPE_CHECKING:
     import torch
@@ -54,19 +56,29 @@ _KEY_BYTES = 8
 _NO_KEY = bytes(_KEY_BYTES)  # of a node that takes no part: placeholder, get_attr, output
 _KEYS_HEADER = struct.Struct("!I")
 
+# Plans that are kept of one graph, the oldest ones go. One more is made for each set of graphs that the other ranks
+# run beside it; each holds programs.
+MAX_PLANS = 16
+
 # What a fat segment must have beside its collectives, for there to be something to overlap them with.
 _LEAST_NEIGHBOURS = 1
 
 
-class PlanError(ValueError):
+class PlanError(HandshakeError):
     """What another rank sent can't be keys or bits of this exchange, or a graph can't be planned."""
 
 
+@runtime_checkable
 class PlanRounds(Protocol):
-    """The rounds of a split component, as `handshake.Exchange` gives them; None: called off, go skinny."""
+    """The rounds of a split component, as `handshake.Exchange` gives them; None: called off, go skinny.
+
+    `is_undecided` is True once `agree` has raised: nobody knows what the others run.
+    """
 
     @property
     def rank(self) -> int: ...
+    @property
+    def is_undecided(self) -> bool: ...
     def reference_rank(self) -> int | None: ...
     def share(self, payload: bytes | None) -> bytes | None: ...
     def intersect(self, bitmap: bytes) -> bytes | None: ...
@@ -91,17 +103,27 @@ class Segment(NamedTuple):
     num_collectives: int
 
 
-class Plan(NamedTuple):
-    """How one rank cuts its graph.
+class Plan:
+    """How one rank runs its graph after a split.
 
     Attributes:
         segments: in the order in which they run; every node but placeholders, get_attr and output is in one.
         fingerprint: 32 lowercase hex; equal on two ranks when their fat segments are the same programs at the same
             places of the same collective lines.
+        program: the graph as one that calls a submodule for each segment, named ``fat_0``, ``local_1``, ``skinny_2`` …
+            Each returns a tuple; that of a fat segment holds the values that the segment names, in its order, on every
+            rank. It runs as it is; parameters, buffers and nested bodies are shared with the graph.
+        compiled: None, and the caller's to set: what it made of `program`. An `OwnGraph` gives the same plan again for
+            the same segments, so that each is compiled once.
     """
 
-    segments: tuple[Segment, ...]
-    fingerprint: str
+    __slots__ = ("compiled", "fingerprint", "program", "segments")
+
+    def __init__(self, segments: tuple[Segment, ...], fingerprint: str, program: "torch.fx.GraphModule") -> None:
+        self.segments = segments
+        self.fingerprint = fingerprint
+        self.program = program
+        self.compiled: Any = None
 
     @property
     def num_fat_collectives(self) -> int:
@@ -124,7 +146,7 @@ class Reference(NamedTuple):
 
 
 class OwnGraph:
-    """This rank's graph, as the steps need it; one item a node in each list, in graph order.
+    """This rank's graph, as the steps need it; one item a node in each list, in graph order. The graph must not change.
 
     Attributes:
         keys, leaders, inputs: as in `Reference`, by position.
@@ -132,20 +154,31 @@ class OwnGraph:
         pinned: True for a node with an effect, which keeps its place among the others with one.
         barriers: True for a node that nothing may be moved across: a mutation, a change of autocast or grad mode.
         describe: what one value is (shape, stride, dtype, …), as text, by position.
-        modes: the changes of autocast and grad mode: (position, position of the entry that it ends or None).
+        modes: of each node that changes autocast or grad mode, the entries into modes that are in force after it.
     """
 
-    __slots__ = ("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "pinned")
+    __slots__ = (
+        *("_graph_module", "_nodes", "_plans"),
+        *("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "pinned"),
+    )
 
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str = "exact") -> None:
         """
+        Args:
+            graph_module: what this rank votes on.
+            groups: "exact" or "role", as in the fingerprint of the vote.
+
         Raises:
             HandshakeError: the graph can't be hashed, or a collective's group can't be resolved.
         """
+        import torch
+
         if __package__:
             from . import _graph
         else:
             import _graph
+        if not isinstance(graph_module, torch.fx.GraphModule):
+            raise HandshakeTypeError(f"expected a torch.fx.GraphModule, got {type(graph_module).__name__}")
         nodes = list(graph_module.graph.nodes)
         canonical = _graph.canonical_nodes(graph_module, groups)
         if len(canonical) != len(nodes):
@@ -164,8 +197,29 @@ class OwnGraph:
         sizes = _size_inputs(nodes)
         self.describe: Callable[[int], str] = lambda position: _describe(nodes[position], sizes)
 
+        self._graph_module = graph_module
+        self._nodes = nodes
+        self._plans: dict[tuple[Segment, ...], Plan] = {}
+
     def takes_part(self, position: int) -> bool:
         return self.keys[position] != _NO_KEY
+
+    def plan(self, segments: tuple[Segment, ...]) -> Plan:
+        """The plan of these segments: the same one each time.
+
+        Raises:
+            PlanError: the graph has changed.
+        """
+        if list(self._graph_module.graph.nodes) != self._nodes:
+            raise PlanError("the graph has other nodes than when its OwnGraph was made: compile a copy of it")
+        plan = self._plans.get(segments)
+        if plan is None:
+            program = _split(self._graph_module, segments, self.modes)
+            plan = Plan(segments, _fingerprint(self, segments), program)
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[segments] = plan
+        return plan
 
 
 # ---------------------------------------------------------------------- keys
@@ -414,8 +468,10 @@ def _reads_inputs_only(own: OwnGraph, places: Sequence[int] | None = None) -> li
 # ---------------------------------------------------------------------- step 3: the plan
 
 
-def make_plan(reference: Reference, own: OwnGraph, matched: Sequence[int], agreed: bytes) -> Plan | None:
-    """The plan, or None where no run of common places is worth a fat segment; None on all ranks then.
+def make_segments(
+    reference: Reference, own: OwnGraph, matched: Sequence[int], agreed: bytes
+) -> tuple[Segment, ...] | None:
+    """The plan's segments, or None where no run of common places is worth a fat one; None on all ranks then.
 
     Args:
         reference: the reference rank's graph.
@@ -439,6 +495,8 @@ def make_plan(reference: Reference, own: OwnGraph, matched: Sequence[int], agree
             if matched[source] >= 0 and fat_of[source] >= 0 and fat_of[source] != fat_of[place]:
                 crossing[source] = True
 
+    # The exit from an autocast region reads its entry, but each segment enters by itself.
+    entries = {entry for active in own.modes.values() for entry in active}
     # Even slots lie between the fat segments, which have the odd ones.
     slots: list[list[int]] = [[] for _ in range(2 * num_fat + 1)]
     places = _places(own, matched)
@@ -467,12 +525,12 @@ def make_plan(reference: Reference, own: OwnGraph, matched: Sequence[int], agree
     segments: list[Segment] = []
     for slot, positions in enumerate(slots):
         if slot % 2:
-            outputs = tuple([position for position in positions if crossing[places[position]]])
+            outputs = tuple([each for each in positions if crossing[places[each]] and each not in entries])
             num_collectives = sum(sum(own.collectives[position].values()) for position in positions)
             segments.append(Segment(FAT, tuple(positions), outputs, num_collectives))
         else:
             segments.extend(_separate(own.leaders, own.collectives, positions))
-    return Plan(tuple(segments), _fingerprint(own, segments))
+    return tuple(segments)
 
 
 def _fat_runs(
@@ -581,16 +639,9 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
 
 
 def _modes_at(own: OwnGraph, position: int) -> list[str]:
-    """The changes of autocast and grad mode that are in force at a node, by their content."""
-    active: dict[int, str] = {}
-    for change, ended in own.modes:
-        if change >= position:
-            break
-        if ended is None:
-            active[change] = own.keys[change].hex()
-        else:
-            active.pop(ended, None)
-    return list(active.values())
+    """The entries into autocast and grad modes that are in force at a node, by their content."""
+    last_change = max((change for change in own.modes if change < position), default=None)
+    return [] if last_change is None else [own.keys[entry].hex() for entry in own.modes[last_change]]
 
 
 # ---------------------------------------------------------------------- step 4: with the other ranks
@@ -602,30 +653,39 @@ def agree_on_plan(
     """Goes through the rounds with the other ranks of the component.
 
     Args:
-        exchange: the open rounds, from the ticket of a vote that was split.
+        exchange: the open rounds: `Ticket.exchange` of a vote that was split, if it isn't None.
         graph: this rank's graph, the one that it voted on. It is only read. A graph that is dispatched again and again
-            is better given as an `OwnGraph`, made once, before anything compiles it: that costs its hashing only once,
-            and compilers may narrow the ranges of symbolic sizes, which are in the keys.
+            is better given as an `OwnGraph`, made once, before anything compiles it: it is hashed once, each plan is
+            split once, and compilers may narrow the ranges of symbolic sizes, which are in the keys.
         groups: "exact" or "role", as in the fingerprint of the vote. An `OwnGraph` has it already.
 
     Returns:
-        The plan, once all ranks of the component have the same fat segments; None: run the whole graph skinny. All
-        ranks get a plan, or none does. What fails on this rank before the last round is logged, and calls the rounds
-        off for all.
+        The plan, its program split already, once all ranks of the component have the same fat segments; None: run the
+        whole graph skinny. All ranks get a plan, or none does. What fails on this rank before the last round, splitting
+        included, is logged, and calls the rounds off for all. What fails afterwards, such as compiling the program, is
+        the caller's own: the others run the plan, so this rank must run it too (`Plan.program` runs as it is), or end.
 
     Raises:
-        What `exchange.agree` raises, if the answer to this rank's fingerprint got lost: the others may run fat now, so
-        going on skinny could hang.
+        HandshakeConfigError: an argument can't be used; the rounds are called off for all.
+        PlanError, or what `exchange.agree` raises: the answer to this rank's fingerprint got lost. The others may run
+            the plan now, so going on skinny could hang.
     """
-    if getattr(exchange, "is_undecided", False):
+    if not isinstance(exchange, PlanRounds):
+        raise HandshakeTypeError(
+            f"agree_on_plan needs the exchange of a ticket, got {type(exchange).__name__}; where Ticket.exchange is "
+            "None there are no rounds, and the graph runs skinny"
+        )
+    if exchange.is_undecided:
         raise PlanError("the answer to this rank's plan got lost: the others may run it, so this rank can't go on")
     try:
         plan = _common_plan(exchange, graph if isinstance(graph, OwnGraph) else OwnGraph(graph, groups))
     except Exception as error:
         reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
-        _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
         with contextlib.suppress(Exception):  # the coordinator itself may be what failed
             exchange.abort(reason)
+        if isinstance(error, HandshakeConfigError):
+            raise
+        _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
         return None
     return plan if plan is not None and exchange.agree(plan.fingerprint) else None
 
@@ -651,10 +711,11 @@ def _common_plan(exchange: PlanRounds, own: OwnGraph) -> Plan | None:
     agreed = exchange.intersect(constraints(own, matched))
     if agreed is None:
         return None
-    plan = make_plan(reference, own, matched, agreed)
-    if plan is None:
+    segments = make_segments(reference, own, matched, agreed)
+    if segments is None:
         exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
-    return plan
+        return None
+    return own.plan(segments)
 
 
 # ---------------------------------------------------------------------- reading nodes
@@ -708,28 +769,25 @@ def _collectives(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> lis
     return [_graph.node_collectives(node) if look else none for node, look in zip(nodes, where, strict=True)]
 
 
-def _modes(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> list[tuple[int, int | None]]:
-    """The nodes that change autocast or grad mode, each with the position of the change that it ends, or None."""
+def _modes(nodes: Sequence["torch.fx.Node"], where: Iterable[bool]) -> dict[int, tuple[int, ...]]:
+    """See `OwnGraph.modes`. An entry into autocast is in force until its exit, one into a grad mode until the next."""
     import torch
 
     enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-    changes: list[tuple[int, int | None]] = []
-    entered: dict[Any, int] = {}
-    grad_mode: int | None = None
+    set_grad_mode = torch._C._set_grad_enabled
+    modes: dict[int, tuple[int, ...]] = {}
+    active: tuple[int, ...] = ()
     for position, (node, look) in enumerate(zip(nodes, where, strict=True)):
-        if not look or node.op != "call_function":
+        if not look or node.target not in (enter, leave, set_grad_mode):
             continue
         if node.target is leave:
-            changes.append((position, entered.get(node.args[0])))
+            active = tuple([entry for entry in active if nodes[entry] is not node.args[0]])
         elif node.target is enter:
-            entered[node] = position
-            changes.append((position, None))
-        elif node.target is torch._C._set_grad_enabled:
-            if grad_mode is not None:
-                changes.append((position, grad_mode))
-            grad_mode = position
-            changes.append((position, None))
-    return changes
+            active = (*active, position)
+        else:
+            active = (*[entry for entry in active if nodes[entry].target is not set_grad_mode], position)
+        modes[position] = active
+    return modes
 
 
 def _keeps_only_its_order(node: "torch.fx.Node") -> bool:
@@ -786,167 +844,107 @@ def _describe(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> str:
 # ---------------------------------------------------------------------- splitting
 
 
-def split_by_plan(graph_module: "torch.fx.GraphModule", plan: Plan) -> "torch.fx.GraphModule":
-    """`graph_module` as a graph that calls one submodule a segment, named ``fat_0``, ``local_1``, ``skinny_2`` …
-
-    The numbers are the segments' places in the plan. Each submodule returns a tuple; that of a fat segment holds the
-    values that the plan names, in its order, on every rank. `graph_module` stays as it is; parameters, buffers and
-    nested bodies are shared with it.
-
-    Raises:
-        PlanError: the plan is not of this graph.
-    """
-    nodes = list(graph_module.graph.nodes)
-    planned = sorted(position for segment in plan.segments for position in segment.positions)
-    if planned != [position for position, node in enumerate(nodes) if _takes_part(node)]:
-        raise PlanError("the plan was made for another graph")
-    return _split(graph_module, plan.segments)
-
-
 def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule":
-    """`graph_module` with each collective, and its waits, in a submodule of its own: ``local_0``, ``skinny_1`` …
+    """`graph_module` as one that calls submodules ``local_0``, ``skinny_1`` …, each collective with its waits in one of
+    its own.
 
-    A node whose nested body holds collectives is such a submodule too. Submodules return tuples.
+    A node whose nested body holds collectives is such a submodule too. See `Plan.program` for the rest.
     """
     nodes = list(graph_module.graph.nodes)
-    collectives = _collectives(nodes, [_takes_part(node) for node in nodes])
-    positions = [position for position, node in enumerate(nodes) if _takes_part(node)]
-    return _split(graph_module, _separate(_leaders(nodes), collectives, positions))
+    where = [_takes_part(node) for node in nodes]
+    positions = [position for position, takes_part in enumerate(where) if takes_part]
+    segments = _separate(_leaders(nodes), _collectives(nodes, where), positions)
+    return _split(graph_module, segments, _modes(nodes, where))
 
 
-# Where a node keeps its "example_value" while its graph is split.
-_OWN_VALUE = "handshake_example_value"
+def _split(
+    graph_module: "torch.fx.GraphModule", segments: Sequence[Segment], modes: dict[int, tuple[int, ...]]
+) -> "torch.fx.GraphModule":
+    """`graph_module` as one that calls one submodule a segment, in order.
 
+    A segment takes what its nodes read from outside, in the order of reading, and the sizes that this depends on:
+    Inductor can't compile a program that takes a tensor of 2·s0 rows but not s0. Nested bodies and called modules are
+    its own attributes. It enters the modes that are in force where it begins, and leaves autocast where it ends.
 
-def _read_all(*values: Any) -> None:
-    """Stands behind a fat segment while its graph is split, and reads what has to leave it."""
-
-
-def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) -> "torch.fx.GraphModule":
-    """Splits by torch's `split_module`, around what that can't do:
-
-    - A segment's nodes must stand together, or autocast and grad-mode regions fail (their ids may not decrease): the
-      graph is copied in the order of its segments.
-    - It returns only what this rank reads, in the order of reading: a node that reads exactly what has to leave a fat
-      segment follows it, and is taken out again.
-    - It gives a segment the sizes that its values depend on only if they are in "example_value", and fails where one is
-      no input of the graph: the copy has "example_value" where, and only where, they are.
-    - It forgets a get_attr that only the output reads: the copy's output holds computed values only, and
-      the real one is put back at the end.
-    - It keeps names such as `self` for arguments unless told not to, reorders submodules unless told not to, and
-      returns a lone value bare unless told not to.
-    - It writes the entry into autocast before the placeholders: these are moved to the front.
+    Nodes get new names: a fat segment is the same text on all ranks. The text itself, most of the time of making a
+    graph module, is only written when somebody runs or reads it: compilers read the graph.
     """
     import torch
-    from torch.fx.passes.split_module import split_module
+    from torch.fx._lazy_graph_module import _LazyGraphModule
 
-    originals = list(graph_module.graph.nodes)
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    segment_of: dict[torch.fx.Node, int] = {}
+    nodes = list(graph_module.graph.nodes)
+    sizes = _size_inputs(nodes)
+    entries = {nodes[entry] for active in modes.values() for entry in active}
+    segment_of = {nodes[position]: number for number, each in enumerate(segments) for position in each.positions}
+    # What is read outside of the segment that computes it.
+    leaving = {
+        source
+        for node in nodes
+        for source in node.all_input_nodes
+        if source in segment_of and segment_of[source] != segment_of.get(node) and source not in entries
+    }
+    whole = torch.fx.Graph()
+    # The graph's nodes, as nodes of `whole`.
+    values = {node: whole.node_copy(node) for node in nodes if node.op == "placeholder"}
 
-    sizes = _size_inputs(originals)
+    def value_of(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in values:  # an attribute: a node of `whole` where it is first read
+            values[node] = whole.node_copy(node)
+        return values[node]
 
-    def copy(node: torch.fx.Node) -> torch.fx.Node:
-        made = copies[node] = graph.node_copy(node, copies.__getitem__)
-        if "example_value" in made.meta:
-            made.meta[_OWN_VALUE] = made.meta.pop("example_value")
-        if _read_sizes(node, sizes):
-            made.meta["example_value"] = _value(node)
-        return made
-
-    for node in originals:
-        if node.op in ("placeholder", "get_attr"):
-            copy(node)
-    # Even ids are segments, odd ones the readers behind them.
+    root: dict[str, Any] = {}
+    active: tuple[int, ...] = ()
     for number, segment in enumerate(segments):
-        for position in segment.positions:
-            segment_of[copy(originals[position])] = 2 * number
-        if segment.outputs:
-            leaving = tuple([copies[originals[position]] for position in segment.outputs])
-            reader = graph.call_function(_read_all, leaving)
-            segment_of[reader] = 2 * number + 1
-    returned = originals[-1].args[0]
-    computed: dict[torch.fx.Node, int] = {}
-    torch.fx.map_arg(
-        returned, lambda node: computed.setdefault(node, len(computed)) if node.op != "get_attr" else node
-    )
-    graph.output(tuple([copies[node] for node in computed]))
+        inside = [nodes[position] for position in segment.positions]
+        read: dict[torch.fx.Node, None] = {}
+        for node in inside:
+            for source in node.all_input_nodes:
+                if segment_of.get(source) != number and source not in entries:
+                    read.update(dict.fromkeys((source, *_read_sizes(source, sizes))))
+        attributes = [node for node in read if _is_module(graph_module, node)]
+        arguments = [node for node in read if node not in attributes]
 
-    split = split_module(
-        torch.fx.GraphModule(graph_module, graph),
-        None,  # type: ignore[arg-type]
-        segment_of.__getitem__,
-        keep_original_order=True,
-        keep_original_input_name=False,
-        tuple_return=True,
-    )
-    _take_out_readers(split, len(segments))
-    _return_what_was_returned(split, graph_module, originals[-1], computed)
-    for number, segment in enumerate(segments):
-        _rename(split, f"submod_{2 * number}", f"{segment.kind}_{number}")
-    for part in (split, *split.children()):
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.meta.pop("example_value", None)
-            if _OWN_VALUE in node.meta:
-                node.meta["example_value"] = node.meta.pop(_OWN_VALUE)
-    split.graph.lint()
-    split.recompile()
-    return split
+        part = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        for place, node in enumerate(arguments):
+            copies[node] = part.placeholder(f"arg_{place}")
+            copies[node].meta = dict(node.meta)
+        for node in (*attributes, *(nodes[entry] for entry in active)):
+            copies[node] = part.node_copy(node)
+        for position, node in zip(segment.positions, inside, strict=True):
+            copies[node] = part.create_node(
+                node.op,
+                node.target,
+                torch.fx.map_arg(node.args, copies.__getitem__),
+                torch.fx.map_arg(node.kwargs, copies.__getitem__),
+                type_expr=node.type,
+            )
+            copies[node].meta = dict(node.meta)
+            active = modes.get(position, active)
+        for entry in reversed(active):
+            if nodes[entry].target is torch.amp.autocast_mode._enter_autocast:
+                part.call_function(torch.amp.autocast_mode._exit_autocast, (copies[nodes[entry]],))
+        if segment.kind == FAT:
+            results = [nodes[position] for position in segment.outputs]
+        else:
+            results = [node for node in inside if node in leaving]
+        part.output(tuple([copies[node] for node in results]))
+
+        name = f"{segment.kind}_{number}"
+        root[name] = _LazyGraphModule(graph_module, part)
+        call = whole.call_module(name, tuple([value_of(node) for node in arguments]))
+        for place, node in enumerate(results):
+            if node in leaving:
+                values[node] = whole.call_function(operator.getitem, (call, place))
+    output = nodes[-1]
+    whole.output(torch.fx.map_arg(output.args[0], value_of)).meta = dict(output.meta)
+
+    for node in whole.find_nodes(op="get_attr"):
+        root[str(node.target)] = operator.attrgetter(str(node.target))(graph_module)
+    return _LazyGraphModule(root, whole)
 
 
-def _take_out_readers(split: "torch.fx.GraphModule", num_segments: int) -> None:
-    readers = {f"submod_{2 * number + 1}" for number in range(num_segments)}
-    for node in list(split.graph.nodes):
-        if node.op == "call_module" and node.target in readers:
-            values = node.all_input_nodes
-            split.graph.erase_node(node)
-            for value in values:
-                if not value.users and value.op == "call_function":
-                    split.graph.erase_node(value)
-            split.delete_submodule(str(node.target))
-
-
-def _return_what_was_returned(
-    split: "torch.fx.GraphModule",
-    graph_module: "torch.fx.GraphModule",
-    output: "torch.fx.Node",
-    computed: dict["torch.fx.Node", int],
-) -> None:
-    """Gives `split`, which returns the values of `computed` in order, the output of the original graph."""
+def _is_module(graph_module: "torch.fx.GraphModule", node: "torch.fx.Node") -> bool:
     import torch
 
-    reduced = split.graph.output_node()
-    values = reduced.args[0]
-
-    def value_of(node: torch.fx.Node) -> Any:
-        if node in computed:
-            return values[computed[node]]  # type: ignore[index]
-        name = "returned_" + str(node.target).replace(".", "_")
-        value = operator.attrgetter(str(node.target))(graph_module)
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-            split.register_buffer(name, value)
-        else:
-            setattr(split, name, value)
-        made = split.graph.get_attr(name)
-        made.meta = dict(node.meta)
-        return made
-
-    with split.graph.inserting_before(reduced):
-        returned = torch.fx.map_arg(output.args[0], value_of)
-    split.graph.erase_node(reduced)
-    split.graph.output(returned).meta = dict(output.meta)
-
-
-def _rename(split: "torch.fx.GraphModule", old: str, new: str) -> None:
-    """Renames a submodule, and puts its placeholders in front of everything else in it."""
-    submodule: Any = split.get_submodule(old)
-    split.delete_submodule(old)
-    split.add_module(new, submodule)
-    for node in split.graph.find_nodes(op="call_module", target=old):
-        node.target = new
-    first = next(iter(submodule.graph.nodes))
-    if first.op != "placeholder":
-        for node in submodule.graph.find_nodes(op="placeholder"):
-            first.prepend(node)
-        submodule.recompile()
+    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(graph_module), torch.nn.Module)

@@ -31,8 +31,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options
 
 from _graph import count_collectives, graph_fingerprint, graph_text
-from _partition import OwnGraph, Plan, agree_on_plan, split_by_plan, split_skinny
-from handshake import DispatchGate, HandshakeStage, Ticket, submit_handshake_async
+from _partition import OwnGraph, Plan, agree_on_plan, split_skinny
+from handshake import (
+    DispatchGate,
+    HandshakeConfigError,
+    HandshakeStage,
+    Ticket,
+    has_collectives_between_ranks,
+    submit_handshake_async,
+)
 
 # A compiled graph takes its arguments in one list.
 Compiled = Callable[[list[Any]], Any]
@@ -51,11 +58,18 @@ def make_backend(
         partial: after a split, keep fat what the ranks' graphs have in common.
         groups: how a fingerprint names process groups: "exact" or "role".
 
+    Raises:
+        HandshakeConfigError: `inner` or the stage is none of these.
+
     With ``torch._functorch.config.bundled_autograd_cache`` set, graphs come from torch's own compile cache.
     """
+    if inner not in _INNER:
+        raise HandshakeConfigError(f"inner={inner!r} is no compiler; use one of {', '.join(_INNER)}")
     if stage is None:
         stage = HandshakeStage.from_env()
-    return Backend(_INNER[inner], HandshakeStage(stage), partial, groups)
+    elif not isinstance(stage, HandshakeStage):
+        stage = HandshakeStage.parse(str(stage), "stage")
+    return Backend(_INNER[inner], stage, partial, groups)
 
 
 class Backend:
@@ -128,16 +142,17 @@ class Executable(OutputCode):
         """From here on this rank answers for the graph."""
         self._backend = backend
         self._lock = threading.Lock()
-        self._programs: dict[Verdict, Compiled] = {}
+        self._programs: dict[bool, Compiled] = {}
         self._ticket: Ticket | None = None
         self._gate: DispatchGate | None = None
         self._collectives = count_collectives(graph_module)
         if self._collectives:
             backend.count("graphs")
-        self._verdict: Verdict | None = not self._collectives  # without a vote, collectives are skinny
-        if backend.stage is HandshakeStage.OFF or not any(len(group) > 1 for group in self._collectives):
+        self._verdict: Verdict | None = None
+        if backend.stage is HandshakeStage.OFF or not has_collectives_between_ranks(self._collectives):
+            # Without a vote, collectives with other ranks are skinny.
+            self._verdict = not has_collectives_between_ranks(self._collectives)
             return
-        self._verdict = None
         self._fingerprint = graph_fingerprint(graph_module, backend.groups)
         self._text = functools.partial(graph_text, graph_module)  # called only if a split is to be explained
         self._own: OwnGraph | None = None
@@ -172,6 +187,11 @@ class Executable(OutputCode):
         return verdict
 
     def _program(self, verdict: Verdict) -> Compiled:
+        if isinstance(verdict, Plan):
+            # The ranks have agreed: if this fails, the others run the plan without this rank, which must end.
+            compiled: Compiled = verdict.compiled or self._compile(verdict)
+            verdict.compiled = compiled
+            return compiled
         if verdict not in self._programs:
             self._programs[verdict] = self._compile(verdict)
         return self._programs[verdict]
@@ -189,13 +209,12 @@ class Executable(OutputCode):
         if verdict is True:
             self._backend.count(segments=1)
             return compile_inner(graph_module, fake_mode)
-        with unset_fake_temporarily():
-            split = split_by_plan(graph_module, verdict) if isinstance(verdict, Plan) else split_skinny(graph_module)
-        calls = split.graph.find_nodes(op="call_module")
-        for node in calls:
-            segment: Any = split.get_submodule(node.target)
-            split.set_submodule(node.target, _Segment(compile_inner(segment, fake_mode)))
-        self._backend.count(segments=len(calls))
+        split = verdict.program if isinstance(verdict, Plan) else split_skinny(graph_module)
+        names = [str(node.target) for node in split.graph.find_nodes(op="call_module")]
+        segments: list[Any] = [split.get_submodule(name) for name in names]
+        for name, compiled in zip(names, [compile_inner(segment, fake_mode) for segment in segments], strict=True):
+            split.set_submodule(name, _Segment(compiled))
+        self._backend.count(segments=len(names))
         return lambda inputs: split(*inputs)
 
     # What torch's compile cache calls: before it writes a copy of this, and after it has read one.

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from layout import PROJECT, load
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -446,8 +445,7 @@ def voting_backend(vote: Callable[[str, dict[Any, int]], bool], verdicts: list[b
         collectives = _graph.count_collectives(graph_module)
         verdicts.append(vote(_graph.graph_fingerprint(graph_module), collectives))
         if not verdicts[-1]:
-            with unset_fake_temporarily():
-                graph_module = _partition.split_skinny(graph_module)
+            graph_module = _partition.split_skinny(graph_module)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)

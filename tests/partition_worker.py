@@ -21,6 +21,7 @@ class GatheredRounds:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
+        self.is_undecided = False
 
     def _gather(self, part: Any) -> list[Any]:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -55,7 +56,7 @@ def compile_and_compare(model: torch.nn.Module, found: list[dict[str, Any]]) -> 
             if not splits:
                 plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
                 assert plan is not None
-                splits.extend((_partition.split_skinny(graph_module), _partition.split_by_plan(graph_module, plan)))
+                splits.extend((_partition.split_skinny(graph_module), plan.program))
                 segments = segments_of(splits[1]).split()
                 found.append({"segments": segments, "fat_collectives": plan.num_fat_collectives})
             expected, outputs = (split(*arguments) for split in splits)
@@ -72,9 +73,8 @@ def compile_and_compare(model: torch.nn.Module, found: list[dict[str, Any]]) -> 
 def plan_and_compare(graph_module: Any) -> dict[str, Any]:
     """Runs a graph skinny and by its plan on the same inputs."""
     plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
-    planned = _partition.split_by_plan(graph_module, plan)
-    assert_runs_alike(_partition.split_skinny(graph_module), planned)
-    return {"segments": segments_of(planned).split(), "fat_collectives": plan.num_fat_collectives}
+    assert_runs_alike(_partition.split_skinny(graph_module), plan.program)
+    return {"segments": segments_of(plan.program).split(), "fat_collectives": plan.num_fat_collectives}
 
 
 def main(rank: int, world: int, folder: Path) -> None:

@@ -28,6 +28,7 @@ from partition_programs import (  # noqa: E402
     joint_graphs,
     made,
     matrix,
+    other_constant,
     reduce,
     segments_of,
 )
@@ -37,6 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 _graph = load("_graph")
 _partition = load("_partition")
+_vocabulary = load("_vocabulary")
 
 WORLD = 4
 RANKS = range(WORLD)
@@ -68,6 +70,7 @@ class Exchange:
     def __init__(self, rounds: Rounds, rank: int) -> None:
         self.rounds = rounds
         self.rank = rank
+        self.is_undecided = False
 
     def _gather(self, part: Any) -> list[Any] | None:
         try:
@@ -137,10 +140,9 @@ def kinds(plan: Any) -> list[str]:
     return [segment.kind for segment in plan.segments]
 
 
-def programs_of(graph: Any, plan: Any) -> list[str]:
+def programs_of(plan: Any) -> list[str]:
     """The code of the fat submodules."""
-    split = _partition.split_by_plan(graph, plan)
-    return [segment.code for name, segment in split.named_children() if name.startswith("fat")]
+    return [segment.code for name, segment in plan.program.named_children() if name.startswith("fat")]
 
 
 # ---------------------------------------------------------------------- models
@@ -175,7 +177,7 @@ def test_one_more_op_on_one_rank_leaves_two_fat_segments(vocabulary_parallel, re
         for plan in plans:
             assert kinds(plan).count("fat") == 2
             assert plan.num_fat_collectives >= collectives - 1
-        programs = [programs_of(graph, plan) for graph, plan in zip(per_rank, plans, strict=True)]
+        programs = [programs_of(plan) for plan in plans]
         assert all(program == programs[0] for program in programs)
         # One bit a node in the first intersection, two in the second.
         assert max(rounds.sent) <= 3 * (len(per_rank[reference].graph.nodes) + 8) / 8
@@ -204,9 +206,9 @@ def test_program(program, with_plan, without):
                 calls = list(segment.graph.nodes)
                 assert sum(bool(_graph.node_collectives(node)) for node in calls) == 1
         if plan is not None:
-            split = _partition.split_by_plan(graph, plan)
-            assert segments_of(split) == " ".join(kinds(plan))
-            assert_runs_alike(graph, split)
+            assert segments_of(plan.program) == " ".join(kinds(plan))
+            assert programs_of(plan) == programs_of(plans[0])
+            assert_runs_alike(graph, plan.program)
     assert [graph.code for graph in graphs] == before
     assert segments_of(_partition.split_skinny(graphs[0])) == without
     if with_plan is None:
@@ -231,11 +233,11 @@ def test_fat_segments_are_one_program_whatever_each_rank_reads():
 
     graphs = [program(rank) for rank in RANKS]
     plans, _ = plans_of(graphs, reference=2)
-    programs = [programs_of(graph, plan) for graph, plan in zip(graphs, plans, strict=True)]
+    programs = [programs_of(plan) for plan in plans]
     assert [len(program) for program in programs] == [1] * WORLD
     assert all(program == programs[0] for program in programs)
     for graph, plan in zip(graphs, plans, strict=True):
-        assert_runs_alike(graph, _partition.split_by_plan(graph, plan))
+        assert_runs_alike(graph, plan.program)
 
 
 def test_values_of_other_shape_at_the_boundary_are_another_program():
@@ -263,7 +265,7 @@ def test_a_segment_takes_the_sizes_that_its_values_depend_on():
     torch.compile(function, backend=aot_autograd(fw_compiler=keep), dynamic=True)(torch.ones(6, 3))
     (graph,) = graphs
     plans, _ = plans_of([graph, graph])
-    for split in (_partition.split_skinny(graph), _partition.split_by_plan(graph, plans[0])):
+    for split in (_partition.split_skinny(graph), plans[0].program):
         assert_runs_alike(graph, split)
         for segment in split.children():
             inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
@@ -273,11 +275,18 @@ def test_a_segment_takes_the_sizes_that_its_values_depend_on():
             assert all("example_value" not in node.meta for node in segment.graph.nodes)
 
 
-def test_a_plan_of_another_graph_is_refused():
-    graph = made(lambda x: reduce(x.sin()), matrix())
-    plans, _ = plans_of([graph, graph])
-    with pytest.raises(_partition.PlanError):
-        _partition.split_by_plan(made(lambda x: reduce(x.sin()).cos(), matrix()), plans[0])
+def test_the_same_plan_comes_again(vocabulary_parallel):
+    """What it was compiled to stays with it; plans that came up long ago are forgotten."""
+    graphs, with_one_more = vocabulary_parallel
+    own = _partition.OwnGraph(graphs[0][0])
+    first, second, third = (
+        plans_of([own, other])[0][0] for other in (graphs[1][0], with_one_more[0], graphs[1][0])
+    )
+    assert first is third is not second
+    assert type(first).__hash__ is object.__hash__, "nobody hashes its thousands of numbers at a dispatch"
+    for number in range(_partition.MAX_PLANS):
+        own.plan((*first.segments, _partition.Segment("local", (), (), number)))
+    assert own.plan(first.segments) is not first
 
 
 # ---------------------------------------------------------------------- faults
@@ -317,8 +326,62 @@ def test_a_rank_that_fails_takes_everybody_to_skinny(method, result, caplog):
 def test_a_lost_answer_to_the_last_round_is_an_error():
     """The others may run fat by then."""
     exchange = failing(Rounds(1), 0, "agree", raise_lost)
+    graph = made(lambda x: reduce(x.sin()), matrix())
     with pytest.raises(ConnectionError):
-        _partition.agree_on_plan(exchange, made(lambda x: reduce(x.sin()), matrix()))
+        _partition.agree_on_plan(exchange, graph)
+    exchange.is_undecided = True  # as handshake's is then
+    with pytest.raises(_partition.PlanError, match="got lost"):
+        _partition.agree_on_plan(exchange, graph)
+
+
+def test_a_rank_that_can_not_split_takes_everybody_to_skinny(monkeypatch, caplog):
+    """Nobody has agreed by then, so nobody runs a program that this rank doesn't have."""
+    graphs = [other_constant(rank) for rank in range(3)]
+    split = _partition._split
+
+    def fails_on_rank_1(graph_module, *arguments):
+        if graph_module is graphs[1]:
+            raise RuntimeError("torch can't copy a node")
+        return split(graph_module, *arguments)
+
+    monkeypatch.setattr(_partition, "_split", fails_on_rank_1)
+    plans, rounds = plans_of(graphs)
+    assert plans == [None] * 3
+    assert rounds.reasons == ["no plan on rank 1: RuntimeError: torch can't copy a node"]
+    assert "no plan on rank 1: RuntimeError: torch can't copy a node; the graph runs skinny" in caplog.text
+
+
+def test_a_graph_that_changed_since_it_was_read_takes_everybody_to_skinny(caplog):
+    """As one does that its compiler works on in place."""
+    graphs = [other_constant(rank) for rank in range(3)]
+    own = _partition.OwnGraph(graphs[1])
+    (first, *_) = graphs[1].graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    with graphs[1].graph.inserting_after(first):
+        graphs[1].graph.call_function(torch.ops.aten.neg.default, (first,))
+    plans, _ = plans_of([graphs[0], own, graphs[2]])
+    assert plans == [None] * 3
+    assert "rank 1: PlanError: the graph has other nodes" in caplog.text
+
+
+def test_wrong_arguments_are_refused():
+    graph = made(lambda x: reduce(x.sin()), matrix())
+    for exchange in (None, object()):
+        with pytest.raises(_vocabulary.HandshakeTypeError, match="exchange"):
+            _partition.agree_on_plan(exchange, graph)
+    for wrong, groups, error in (
+        ("a graph", "exact", _vocabulary.HandshakeTypeError),
+        (None, "exact", _vocabulary.HandshakeTypeError),
+        (graph, "rôle", _vocabulary.HandshakeConfigError),
+    ):
+        rounds = Rounds(2)
+
+        def give_it(rounds=rounds, wrong=wrong, groups=groups, error=error):
+            with pytest.raises(error):
+                _partition.agree_on_plan(rounds.exchange(0), wrong, groups)
+            return "refused"
+
+        results = in_threads([give_it, lambda rounds=rounds: _partition.agree_on_plan(rounds.exchange(1), graph)])
+        assert results == ["refused", None], "the other rank doesn't wait for it"
 
 
 def test_a_graph_that_has_no_keys_takes_everybody_to_skinny(caplog):
@@ -432,7 +495,7 @@ class Program:
         own.collectives = [{"world": 1} if kind == COLLECTIVE else {} for kind, _, _ in ops]
         own.pinned = [kind in (COLLECTIVE, WAIT, RANDOM, MUTATION) for kind, _, _ in ops]
         own.barriers = [kind == MUTATION for kind, _, _ in ops]
-        own.modes = []
+        own.modes = {}
         own.describe = lambda position: "tensor"
         return own
 
@@ -442,14 +505,16 @@ def content_hash(content: str, sources: list[str]) -> bytes:
 
 
 def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
-    """What `agree_on_plan` does, without the rounds."""
+    """What `agree_on_plan` does, without the rounds, and without making programs."""
     keys = _partition.read_keys(_partition.node_keys(graphs[reference]))
     matched = [_partition.match(keys, graph) for graph in graphs]
     common = conjunction([_partition.bitmap(each) for each in matched])
     matched = [_partition.restrict(each, common) for each in matched]
     agreed = conjunction([_partition.constraints(graph, each) for graph, each in zip(graphs, matched, strict=True)])
+    cut = [_partition.make_segments(keys, graph, each, agreed) for graph, each in zip(graphs, matched, strict=True)]
     return [
-        _partition.make_plan(keys, graph, each, agreed) for graph, each in zip(graphs, matched, strict=True)
+        segments and _partition.Plan(segments, _partition._fingerprint(graph, segments), None)
+        for graph, segments in zip(graphs, cut, strict=True)
     ]
 
 
@@ -562,7 +627,7 @@ def test_fingerprint_tells_fat_segments_apart(what):
             elif what == "value":
                 graph.describe = lambda position: f"tensor {position}"
             elif what == "mode":
-                graph.modes = [(-1, None)]
+                graph.modes = {-1: (0,)}
             else:  # a collective before it, in a skinny segment
                 graph.keys.append(b"skinny..")
                 graph.inputs.append(())
