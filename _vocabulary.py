@@ -77,7 +77,7 @@ class HandshakeConfigError(HandshakeError, ValueError):
 
 
 class HandshakeTypeError(HandshakeConfigError, TypeError):
-    """Something of another type was given where a request is wanted."""
+    """Something was given of a type that can't be what is wanted there."""
 
 
 class HandshakeStage(enum.Enum):
@@ -106,6 +106,27 @@ class HandshakeStage(enum.Enum):
         except KeyError:
             choices = ", ".join(stage.name for stage in cls)
             raise HandshakeConfigError(f"{source}={name!r} is no stage; set it to one of {choices}") from None
+
+
+def whole_number(value: Any, source: str, *, text: bool = False) -> int:
+    """`value` as an int: whatever Python takes as an index, numpy's integers included, but no bool.
+
+    Args:
+        value: what was given.
+        source: the keyword or variable that gave it, for the error.
+        text: whether decimal text is taken too, as variables hold it.
+
+    Raises:
+        HandshakeConfigError: it is no whole number.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if not isinstance(value, bool):
+            return int(value) if text and isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        pass
+    raise HandshakeConfigError(f"{source}={shorten(repr(value))} is no whole number")
 
 
 def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
@@ -146,13 +167,20 @@ class ProcessGroupId:
     def __init__(self, ranks: Sequence[int], world_size: int | None = None) -> None:
         """
         Raises:
-            HandshakeConfigError: `ranks` is empty, negative, unsorted, has duplicates, holds something that is
-                no integer, or reaches outside a world of `world_size` ranks.
+            HandshakeTypeError: `ranks` is no sequence of integers.
+            HandshakeConfigError: `ranks` is empty, negative, unsorted, has duplicates, or reaches outside a world of
+                `world_size` ranks, or that is no world.
         """
         try:
-            members = tuple(map(operator.index, ranks))
+            given = tuple(ranks)
+            members = tuple(map(operator.index, given))
+            # Of booleans no more than two can be in ascending order.
+            if isinstance(ranks, bytes | bytearray | Mapping) or bool in map(type, given[:2]):
+                raise TypeError
         except TypeError:
-            raise HandshakeConfigError(f"ranks of a process group must be integers, got {ranks!r}") from None
+            raise HandshakeTypeError(
+                f"ranks of a process group must be integers, as in [0, 1], got {shorten(repr(ranks))}"
+            ) from None
         if not members:
             raise HandshakeConfigError("a process group needs at least one rank")
         if members[0] < 0:
@@ -160,9 +188,10 @@ class ProcessGroupId:
         if not all(map(operator.lt, members, members[1:])):
             raise HandshakeConfigError(
                 "ranks of a process group must be unique and in ascending order, "
-                f"got {_shorten(repr(list(members)))}: pass sorted(set(ranks))"
+                f"got {shorten(repr(list(members)))}: pass sorted(set(ranks))"
             )
         if world_size is not None:
+            world_size = whole_number(world_size, "world_size")
             if world_size < 1:
                 raise HandshakeConfigError(f"world_size must be at least 1, got {world_size}")
             if members[-1] >= world_size:
@@ -182,7 +211,10 @@ class ProcessGroupId:
         ranks = getattr(other, "ranks", None)
         if ranks is None:
             return NotImplemented
-        return bool(self.ranks == (ranks if isinstance(ranks, tuple) else tuple(ranks)))
+        try:
+            return bool(self.ranks == (ranks if isinstance(ranks, tuple) else tuple(ranks)))
+        except TypeError:  # what it calls its ranks is none of a group's
+            return NotImplemented
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ranks)
@@ -194,7 +226,9 @@ class ProcessGroupId:
         return self.ranks[index]
 
     def __contains__(self, rank: object) -> bool:
-        if not isinstance(rank, int):
+        try:
+            rank = whole_number(rank, "rank")
+        except HandshakeConfigError:
             return False
         place = bisect.bisect_left(self.ranks, rank)
         return place < len(self.ranks) and self.ranks[place] == rank
@@ -230,14 +264,17 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
     """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`.
 
     Raises:
-        HandshakeConfigError: `group` has no `.ranks`, or none that make a group.
+        HandshakeTypeError: `group` has no `.ranks`, or none that are integers.
+        HandshakeConfigError: its `.ranks` make no group.
     """
     if type(group) is ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
     if ranks is None:
-        raise HandshakeConfigError(
-            f"expected a process group (an object with .ranks, such as ProcessGroupId), got {_shorten(repr(group))}"
+        raise HandshakeTypeError(
+            f"expected a process group by its ranks (an object with .ranks), got {shorten(repr(group))}: pass "
+            f"ProcessGroupId(ranks), and for a group of torch.distributed's "
+            f"ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
         )
     known = _FOREIGN_GROUPS.get(id(ranks))
     if known is not None:
@@ -248,6 +285,29 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
             _FOREIGN_GROUPS.clear()
         _FOREIGN_GROUPS[id(ranks)] = (ranks, made)
     return made
+
+
+def _items_by_group(mapping: Mapping[Any, Any]) -> list[tuple[ProcessGroupId, Any]]:
+    if not isinstance(mapping, Mapping):
+        raise HandshakeTypeError(f"expected a mapping from process group to count, got {shorten(repr(mapping))}")
+    return [(as_process_group_id(group), value) for group, value in mapping.items()]
+
+
+def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[ProcessGroupId, int]:
+    """How many collectives a graph issues on each group, in our types. Groups of the same ranks are added up: they
+    are one line.
+
+    Raises:
+        HandshakeTypeError: that is no mapping, or a key is no group.
+        HandshakeConfigError: a count is no non-negative integer.
+    """
+    collectives: dict[ProcessGroupId, int] = {}
+    for group, number in _items_by_group(pg_to_num_collectives):
+        number = whole_number(number, "num_collectives")
+        if number < 0:
+            raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
+        collectives[group] = collectives.get(group, 0) + number
+    return collectives
 
 
 class ProcessGroupCollectiveCount:
@@ -265,10 +325,8 @@ class ProcessGroupCollectiveCount:
         Raises:
             HandshakeConfigError: a count is negative, no integer, or past `MAX_LINE_POSITION`.
         """
-        if not (isinstance(collective_count_before, int) and isinstance(num_collectives_in_graph, int)):
-            raise HandshakeConfigError(
-                f"counts must be integers, got {collective_count_before!r} and {num_collectives_in_graph!r}"
-            )
+        collective_count_before = whole_number(collective_count_before, "collective_count_before")
+        num_collectives_in_graph = whole_number(num_collectives_in_graph, "num_collectives_in_graph")
         if collective_count_before < 0 or num_collectives_in_graph < 0:
             raise HandshakeConfigError(
                 f"counts must not be negative, got {collective_count_before} and {num_collectives_in_graph}"
@@ -312,10 +370,23 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     __slots__ = ("_eager", "_pg_to_count")
 
     def __init__(self, pg_to_count: Mapping[Any, ProcessGroupCollectiveCount] | None = None) -> None:
+        """
+        Raises:
+            HandshakeTypeError: that is no mapping, a key is no group, or a value no ProcessGroupCollectiveCount.
+            HandshakeConfigError: two keys are groups of the same ranks.
+        """
         self._pg_to_count: dict[ProcessGroupId, ProcessGroupCollectiveCount] = {}
         self._eager: dict[ProcessGroupId, int] = {}
-        for group, count in (pg_to_count or {}).items():
-            self._pg_to_count[as_process_group_id(group)] = count
+        for group, count in () if pg_to_count is None else _items_by_group(pg_to_count):
+            if not isinstance(count, ProcessGroupCollectiveCount):
+                raise HandshakeTypeError(
+                    f"the count of {format_ranks(group)} must be ProcessGroupCollectiveCount(before, in_graph), "
+                    f"got {shorten(repr(count))}",
+                    group=group.ranks,
+                )
+            if group in self._pg_to_count:
+                raise HandshakeConfigError(f"{format_ranks(group)} are counted twice", group=group.ranks)
+            self._pg_to_count[group] = count
 
     def increment_pg_collective_counts(self, pg_to_num_collectives: Mapping[Any, int]) -> None:
         """Moves on to the next graph: every known group's span ends where the new one starts.
@@ -325,14 +396,13 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
                 not named is idle in it.
 
         Raises:
-            HandshakeConfigError: a count is no non-negative integer, or a key is no group. Nothing has moved then.
+            HandshakeConfigError: as `collectives_by_group`, or a line is too long. Nothing has moved then.
         """
         moved = {
             group: count if not count.num_collectives_in_graph else ProcessGroupCollectiveCount(count.end, 0)
             for group, count in self._pg_to_count.items()
         }
-        for key, num_collectives in pg_to_num_collectives.items():
-            group = as_process_group_id(key)
+        for group, num_collectives in collectives_by_group(pg_to_num_collectives).items():
             known = moved.get(group)
             before = 0 if known is None else known.collective_count_before
             moved[group] = ProcessGroupCollectiveCount(before, num_collectives)
@@ -348,7 +418,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         known = self._pg_to_count.get(group)
         eager = ProcessGroupCollectiveCount(0 if known is None else known.end, num_collectives)
         self._pg_to_count[group] = ProcessGroupCollectiveCount(eager.end, 0)
-        self._eager[group] = self._eager.get(group, 0) + num_collectives
+        self._eager[group] = self._eager.get(group, 0) + eager.num_collectives_in_graph
 
     def eager_collectives(self, pg: GroupLike) -> int:
         """How many collectives of `pg` were recorded as issued outside any graph, so far."""
@@ -403,14 +473,15 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         """
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            return cls(
-                {
-                    ProcessGroupId(item["process_group"]): ProcessGroupCollectiveCount(
-                        item["collective_count_before"], item["num_collectives_in_graph"]
-                    )
-                    for item in items
-                }
-            )
+            counts = {
+                ProcessGroupId(item["process_group"]): ProcessGroupCollectiveCount(
+                    item["collective_count_before"], item["num_collectives_in_graph"]
+                )
+                for item in items
+            }
+            if len(counts) < len(items):
+                raise ValueError("a group is counted twice")
+            return cls(counts)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HandshakeProtocolError(f"not the JSON of collective counts: {error}") from error
 
@@ -472,16 +543,19 @@ class CollectiveHandshakeRequest:
     ) -> None:
         """
         Raises:
-            HandshakeConfigError: the fingerprint is empty, over-long or no string; the rank is negative; there is
-                no group; or a group with collectives in this graph does not hold the rank.
+            HandshakeTypeError: the counts are no mapping from group to count.
+            HandshakeConfigError: the fingerprint is empty, over-long or no string; the rank is negative or no
+                integer; there is no group; or a group with collectives in this graph does not hold the rank.
         """
         if not isinstance(pg_collective_counts, RankCollectiveCounts):
             pg_collective_counts = RankCollectiveCounts(pg_collective_counts)
-        if not isinstance(rank, int) or rank < 0:
-            raise HandshakeConfigError(f"rank must be a non-negative integer, got {rank!r}")
+        rank = whole_number(rank, "rank")
+        if rank < 0:
+            raise HandshakeConfigError(f"rank={rank} is negative")
         if not isinstance(executable_fingerprint, str) or not executable_fingerprint:
             raise HandshakeConfigError(
-                f"executable_fingerprint must be a string that is not empty, got {executable_fingerprint!r}",
+                f"executable_fingerprint must be a string that is not empty, got "
+                f"{shorten(repr(executable_fingerprint))}",
                 ranks=[rank],
             )
         if len(executable_fingerprint) > MAX_FINGERPRINT_CHARACTERS:
@@ -553,7 +627,7 @@ class CollectiveHandshakeRequest:
     def __repr__(self) -> str:
         return (
             f"CollectiveHandshakeRequest(rank={self.rank}, "
-            f"executable_fingerprint={_shorten(self.executable_fingerprint)!r}, {self.pg_collective_counts!r})"
+            f"executable_fingerprint={shorten(self.executable_fingerprint)!r}, {self.pg_collective_counts!r})"
         )
 
 
@@ -581,7 +655,7 @@ class CollectiveHandshakeResponse:
             HandshakeProtocolError: `data` is no such byte.
         """
         if data not in (b"\x00", b"\x01"):
-            raise HandshakeProtocolError(f"not a handshake response: {_shorten(repr(data))}")
+            raise HandshakeProtocolError(f"not a handshake response: {shorten(repr(data))}")
         return cls(data == b"\x01")
 
     def __eq__(self, other: object) -> bool:
@@ -596,5 +670,6 @@ class CollectiveHandshakeResponse:
         return f"CollectiveHandshakeResponse({self.success})"
 
 
-def _shorten(text: str, most_characters: int = 120) -> str:
+def shorten(text: str, most_characters: int = 120) -> str:
+    """`text`, or its beginning and how long it is."""
     return text if len(text) <= most_characters else f"{text[:most_characters]}… ({len(text)} characters)"

@@ -2,6 +2,7 @@
 """Groups, counts, requests, stages and errors."""
 
 import copy
+import importlib.util
 import json
 import pickle
 import random
@@ -29,6 +30,25 @@ class ForeignGroup:
 
     def __hash__(self) -> int:
         return hash(tuple(self.ranks))
+
+
+class Whole:
+    """An integer of somebody else's, as numpy has them."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+# Kinds of integers that are as good as Python's.
+WHOLE = [Whole]
+if importlib.util.find_spec("numpy"):
+    import numpy
+
+    WHOLE += [numpy.int64, numpy.uint8]
+NO_WHOLE = [True, False, 1.0, 1.5, "1", b"1", None, float("nan"), 1j, [1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -102,6 +122,63 @@ def test_a_stage_that_is_none_names_the_variable_and_the_choices(monkeypatch: py
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Whole numbers
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_every_kind_of_integer_is_taken_and_becomes_pythons_own(kind) -> None:
+    group = Group([kind(0), kind(2)], kind(4))
+    counts = Counts()
+    counts.increment_pg_collective_counts({group: kind(2)})
+    counts.record_eager_collectives(group, kind(1))
+    counts.increment_pg_collective_counts({group: kind(2)})
+    request = Request(counts, "A", kind(2))
+    count = counts[group]
+    numbers = [
+        *(*group.ranks, group.world_size, request.rank, counts.eager_collectives(group)),
+        *(count.collective_count_before, count.num_collectives_in_graph),
+        *(Count(kind(3), kind(2)).end, _vocabulary.whole_number(kind(5), "n")),
+    ]
+    assert numbers == [0, 2, 4, 2, 1, 3, 2, 5, 5]
+    assert {type(number) for number in numbers} == {int}
+    assert kind(2) in group
+    assert kind(1) not in group
+    assert group == _vocabulary.as_process_group_id(ForeignGroup([kind(0), kind(2)]))
+    assert Request.from_bytes(request.to_bytes()) == request
+
+
+@pytest.mark.parametrize("value", NO_WHOLE, ids=repr)
+def test_what_is_no_integer_is_refused_wherever_one_is_wanted(value) -> None:
+    counts = Counts({WORLD: Count(3, 1)})
+    for wants, name in [
+        (lambda: _vocabulary.whole_number(value, "PLACE"), "PLACE="),
+        (lambda: Group([0, value]), "ranks"),
+        (lambda: Group([value, 2]), "ranks"),
+        (lambda: Count(value, 1), "collective_count_before="),
+        (lambda: Count(1, value), "num_collectives_in_graph="),
+        (lambda: counts.increment_pg_collective_counts({WORLD: value}), "num_collectives="),
+        (lambda: counts.record_eager_collectives(WORLD, value), "num_collectives"),
+        (lambda: Request(counts, "A", value), "rank="),
+        *([] if value is None else [(lambda: Group([0], value), "world_size=")]),
+    ]:
+        with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
+            wants()
+        assert name in str(raised.value)
+    assert value not in WORLD
+    assert dict(counts) == {WORLD: Count(3, 1)}
+
+
+def test_digits_are_a_number_where_variables_give_them() -> None:
+    assert _vocabulary.whole_number(" 12\n", "RANK", text=True) == 12
+    assert _vocabulary.whole_number("-1", "RANK", text=True) == -1
+    for text in ["", " ", "1.0", "one", "0x10", "9" * 5000]:
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"^RANK=") as raised:
+            _vocabulary.whole_number(text, "RANK", text=True)
+        assert len(str(raised.value)) < 300
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Groups
 # ---------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +249,11 @@ def test_copies_of_a_group_are_the_group_and_pickles_equal_it() -> None:
         (None, None, "integers"),
         ([0, 4], 4, "outside a world of 4"),
         ([0], 0, "world_size"),
+        ([0, 1], "2", "world_size='2' is no whole number"),
+        ("01", None, "integers"),
+        (b"\x00\x01", None, "integers"),
+        ({0: "a", 1: "b"}, None, "integers"),
+        ([False, True], None, "integers"),
     ],
 )
 def test_a_group_that_is_none(ranks, world_size, said: str) -> None:
@@ -180,9 +262,10 @@ def test_a_group_that_is_none(ranks, world_size, said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_the_error_for_a_huge_group_stays_short() -> None:
+@pytest.mark.parametrize("ranks", [[*range(100_000), 5], ["0"] * 100_000], ids=["unsorted", "text"])
+def test_the_error_for_a_huge_group_stays_short(ranks) -> None:
     with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
-        Group([*range(100_000), 5])
+        Group(ranks)
     assert len(str(raised.value)) < 400
 
 
@@ -208,10 +291,38 @@ def test_many_short_lived_foreign_groups_are_each_their_own() -> None:
     assert len(_vocabulary._FOREIGN_GROUPS) <= _vocabulary._MAX_FOREIGN_GROUPS
 
 
-@pytest.mark.parametrize("thing", [None, "0", 3, [0, 1], object()])
-def test_what_has_no_ranks_is_no_group(thing) -> None:
-    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"\.ranks"):
-        _vocabulary.as_process_group_id(thing)
+@pytest.mark.parametrize("thing", [None, "0", 3, (0, 1), object()], ids=repr)
+def test_what_has_no_ranks_is_no_group_and_the_error_says_how_to_make_one(thing) -> None:
+    counts = Counts({WORLD: Count(0, 1)})
+    for wants in [
+        lambda: _vocabulary.as_process_group_id(thing),
+        lambda: _vocabulary.collectives_by_group({thing: 1}),
+        lambda: Counts({thing: Count(0, 1)}),
+        lambda: Request({thing: Count(0, 1)}, "A", 0),
+        lambda: counts.increment_pg_collective_counts({thing: 1}),
+        lambda: counts.record_eager_collectives(thing, 1),
+        lambda: counts.collective_count(thing),
+        lambda: counts[thing],
+    ]:
+        with pytest.raises(_vocabulary.HandshakeTypeError, match=r"\.ranks") as raised:
+            wants()
+        assert "ProcessGroupId(torch.distributed.get_process_group_ranks(group))" in str(raised.value)
+    assert thing not in counts
+    assert WORLD != thing
+
+
+def test_a_group_of_torch_distributeds_has_no_ranks() -> None:
+    c10d = pytest.importorskip("torch.distributed")
+    with pytest.raises(_vocabulary.HandshakeTypeError, match="get_process_group_ranks"):
+        _vocabulary.as_process_group_id(c10d.ProcessGroup(0, 2))
+
+
+@pytest.mark.parametrize("ranks", [3, "ab", lambda: (0, 1), [0, None]], ids=["number", "text", "method", "None"])
+def test_what_calls_something_else_its_ranks_is_no_group(ranks) -> None:
+    other = ForeignGroup(ranks)
+    assert WORLD != other
+    with pytest.raises(_vocabulary.HandshakeTypeError, match="ranks of a process group must be integers"):
+        _vocabulary.as_process_group_id(other)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -292,6 +403,38 @@ def test_counts_are_a_mapping_that_takes_any_group() -> None:
         counts.collective_count(WORLD)
 
 
+def test_one_group_under_two_keys_is_one_line() -> None:
+    both = {ForeignGroup((0, 2)): 1, ForeignGroup((0, 2)): 2}
+    assert len(both) == 2
+    assert _vocabulary.collectives_by_group(both) == {EVEN: 3}
+    counts = Counts({EVEN: Count(3, 1)})
+    counts.increment_pg_collective_counts(both)
+    assert counts[EVEN] == Count(4, 3)
+    with pytest.raises(_vocabulary.HandshakeConfigError, match="ranks 0, 2 are counted twice"):
+        Counts({group: Count(0, 1) for group in both})
+
+
+def test_a_plain_number_is_no_count() -> None:
+    for wants in [lambda: Counts({EVEN: 1}), lambda: Request({EVEN: 1}, "A", 0)]:
+        with pytest.raises(_vocabulary.HandshakeTypeError) as raised:
+            wants()
+        assert "of ranks 0, 2 must be ProcessGroupCollectiveCount(before, in_graph), got 1" in str(raised.value)
+        assert raised.value.group == (0, 2)
+
+
+@pytest.mark.parametrize("thing", [[], [EVEN], "even", 3, EVEN], ids=repr)
+def test_what_is_no_mapping_of_counts(thing) -> None:
+    counts = Counts({WORLD: Count(3, 1)})
+    for wants in [
+        lambda: Counts(thing),
+        lambda: Request(thing, "A", 0),
+        lambda: counts.increment_pg_collective_counts(thing),
+    ]:
+        with pytest.raises(_vocabulary.HandshakeTypeError, match="mapping from process group"):
+            wants()
+    assert dict(counts) == {WORLD: Count(3, 1)}
+
+
 def test_copies_of_counts_go_their_own_way() -> None:
     counts = Counts({WORLD: Count(0, 1)})
     for copied in (copy.copy(counts), copy.deepcopy(counts)):
@@ -350,6 +493,9 @@ def test_counts_survive_json() -> None:
         '[{"process_group": [1, 0], "collective_count_before": 0, "num_collectives_in_graph": 1}]',
         '[{"process_group": [0], "collective_count_before": -1, "num_collectives_in_graph": 1}]',
         '[{"process_group": "01", "collective_count_before": 0, "num_collectives_in_graph": 1}]',
+        '[{"process_group": [0], "collective_count_before": true, "num_collectives_in_graph": 1}]',
+        '[{"process_group": [0], "collective_count_before": 0, "num_collectives_in_graph": 1},'
+        ' {"process_group": [0], "collective_count_before": 1, "num_collectives_in_graph": 1}]',
     ],
 )
 def test_json_that_is_no_counts(data: str) -> None:
@@ -387,7 +533,7 @@ def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
     [
         ({WORLD: Count(0, 1)}, "", 0, "empty"),
         ({WORLD: Count(0, 1)}, None, 0, "executable_fingerprint"),
-        ({WORLD: Count(0, 1)}, b"A", 0, "executable_fingerprint"),
+        ({WORLD: Count(0, 1)}, b"A" * 10_000, 0, "executable_fingerprint"),
         ({WORLD: Count(0, 1)}, "x" * (_vocabulary.MAX_FINGERPRINT_CHARACTERS + 1), 0, "digest"),
         ({WORLD: Count(0, 1)}, "A", -1, "rank"),
         ({WORLD: Count(0, 1)}, "A", "0", "rank"),
