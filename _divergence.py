@@ -14,7 +14,10 @@ variant. For a constant these are a table; values that are affine in the rank, o
 recognised: that is a shard's offset, baked into the graph.
 """
 
+import functools
+import io
 import json
+import math
 import os
 import re
 import sys
@@ -35,6 +38,7 @@ if __package__:
         clip,
         compare,
         count_collectives,
+        facts_of_program,
         gaps,
         node_keys,
         number_of,
@@ -54,6 +58,7 @@ else:
         clip,
         compare,
         count_collectives,
+        facts_of_program,
         gaps,
         node_keys,
         number_of,
@@ -70,12 +75,17 @@ MAX_TEXT_ADVICE = 6
 MAX_TEXT_NOTES = 8
 MAX_TEXT_SLOTS = 8
 MAX_WIDTH = 110
+MAX_HEAD = 300
+
+# A longer number is no offset into anything. (Python refuses integers of more than 4,300 digits.)
+MAX_NUMBER_CHARACTERS = 40
 
 # Where the groups are not known, rows of a mesh up to this many ranks are tried, and larger ones that divide the world.
 MAX_ROW_GUESSED = 64
 
-# A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB.
+# A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB. Binary files show in the first part.
 MAX_FILE_BYTES = 512 * 2**20
+_FIRST_BYTES = 2**16
 
 
 class Variant(NamedTuple):
@@ -124,7 +134,7 @@ def _merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
         for difference in comparison.differences:
             key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.reference)
             if difference.reference == NOT_THERE:
-                key = (*key, difference.values[-1])
+                key = (*key, tuple(node.target for node in difference.nodes))
             known = merged.setdefault(key, difference)
             known.values[variant] = difference.values[-1]
             known.follows = max(known.follows, difference.follows)
@@ -170,7 +180,11 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
     for rank, text in value_of_rank.items():
         if not _FLOAT.match(text):
             return ""
+        if len(text) > MAX_NUMBER_CHARACTERS:
+            return ""
         values[rank] = int(text) if _INTEGER.match(text) else float(text)
+        if not math.isfinite(values[rank]):
+            return ""
     for name, index_of in _indices(values, groups):
         formula = _affine(values, name, index_of)
         if formula:
@@ -192,11 +206,14 @@ def _indices(
             place = {rank: number for group in known for number, rank in enumerate(group)}
             yield f"(rank in its group of {size})", place.__getitem__
     # Without the groups: a mesh of ranks in order, whose rows have `size` ranks.
-    world_size = max(values, default=0) + 1
-    for size in range(2, world_size):
-        if size <= MAX_ROW_GUESSED or world_size % size == 0:
-            yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
-            yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
+    for size in _row_sizes(max(values, default=0) + 1):
+        yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
+        yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
+
+
+@functools.cache
+def _row_sizes(world_size: int) -> list[int]:
+    return [size for size in range(2, world_size) if size <= MAX_ROW_GUESSED or world_size % size == 0]
 
 
 def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], int]) -> str:
@@ -212,7 +229,9 @@ def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], in
         return ""
     step = (y1 - y0) // (x1 - x0) if exact else (y1 - y0) / (x1 - x0)
     offset = y0 - step * x0
-    if not step or any(abs(step * x + offset - y) > (0 if exact else 1e-9 * abs(y)) for x, y in points.items()):
+    if not step or not math.isfinite(step) or not math.isfinite(offset):
+        return ""
+    if any(abs(step * x + offset - y) > (0 if exact else 1e-9 * abs(y)) for x, y in points.items()):
         return ""
     ahead = round(offset / step)
     is_multiple = abs(offset - ahead * step) <= (0 if exact else 1e-9 * abs(step))
@@ -254,7 +273,7 @@ _ADVICE = {
         "function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
     ),
     "constant": (
-        "A Python number that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
+        "A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
         "variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor."
     ),
     "tensor constant": (
@@ -323,6 +342,11 @@ _ADVICE = {
         "The graphs return different values: check that the same parameters need gradients on all ranks, that the "
         "function returns the same on all, and that a compile cache or partitioner did not choose other tensors to "
         "save for backward on some ranks."
+    ),
+    "text": (
+        "No operation differs, only how the graph is written{at}: arguments that are passed by position or in another "
+        "order, or texts that different library versions have printed. Call it in one way, and install the same "
+        "versions on all ranks."
     ),
 }
 
@@ -505,12 +529,12 @@ class Report:
         }
 
     def sides(self, difference: Difference) -> list[tuple[tuple[int, ...], str]]:
-        """(ranks, value) of each value, the reference's first, then in the order of the variants."""
+        """(ranks, value to be shown) of each value, the reference's first, then in the order of the variants."""
         ranks_of: dict[str, list[int]] = {difference.reference: []}
         for number in (self.reference, *self.comparisons):
             value = self.value(difference, number) or NOT_THERE
             ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
-        return [(tuple(sorted(ranks)), value) for value, ranks in ranks_of.items()]
+        return [(tuple(sorted(ranks)), difference.shown(value)) for value, ranks in ranks_of.items()]
 
     @property
     def split_by_host(self) -> bool:
@@ -642,7 +666,7 @@ class Report:
             places = sum(1 + len(difference.alike) for difference in self.differences)
             lines.append(f"What differs, in {number_of(places, 'place')}{also}:")
         for number, difference in enumerate(self.differences[:MAX_TEXT_DIFFERENCES], 1):
-            lines.append(f"  {number}. {difference.kind}: {self.place(difference)}, {difference.what}")
+            lines.append(clip(f"  {number}. {difference.kind}: {self.place(difference)}, {difference.what}", MAX_HEAD))
             if difference.source is not None:
                 lines.append(f"     {self.source_text(difference)}")
             lines.extend(f"     {line}" for line in self._value_lines(difference))
@@ -698,35 +722,29 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> Repo
 # --- Jobs of the coordinator ------------------------------------------------------------------------------------------
 
 
-def run_job(path: str) -> None:
-    """Makes the report that a job file asks for.
+def run_job(job: Mapping[str, Any]) -> None:
+    """Makes the report that a job asks for.
 
-    The file is JSON: `{"variants": [{"ranks": [0], "fingerprint": "…", "text": "…", "hosts": {"0": "host:pid"}}],
+    A job is `{"variants": [{"ranks": [0], "fingerprint": "…", "text": "…", "hosts": {"0": "host:pid"}}],
     "context": {…}, "out_text": path, "out_html": path}`. In the context everything may be missing: `groups`
     (`[{"ranks": [0, 1], "span": [3, 4]}]`), `before` (lines), `reason`, `notes` (lines), `versions`
-    (`{"0": {"torch": "2.13.0"}}`), `title`. The outputs appear whole or not at all. A graph that can't be compared is
-    said to be so in the report.
+    (`{"0": {"torch": "2.13.0"}}`), `title`. The outputs appear whole or not at all. Whatever fails, the text says so:
+    graphs that can't be compared, a page that can't be written.
 
     Raises:
-        ValueError: the file is no such job.
-        OSError: it can't be read, or an output can't be written.
+        ValueError: this is no such job.
+        OSError: the text can't be written.
     """
-    with open(path, encoding="utf-8") as file:
-        job = json.load(file)
     try:
-        variants = [
-            Variant(
-                tuple(sorted(item["ranks"])),
-                item.get("fingerprint", ""),
-                item.get("text") or "",
-                {int(rank): str(address) for rank, address in (item.get("hosts") or {}).items()},
-            )
-            for item in job["variants"]
-        ]
-        context = _context_from_json(job.get("context") or {})
-        out_text, out_html = job["out_text"], job["out_html"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no job for a report: {error!r}") from error
+        out_text, out_html = str(job["out_text"]), str(job["out_html"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this is no job for a report: {error!r}") from error
+    try:
+        variants, context = _variants_from_json(job["variants"]), _context_from_json(job.get("context") or {})
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        message = f"this is no job for a report: {error!r}"
+        _write(out_text, f"{message}\n")
+        raise ValueError(message) from error
     try:
         report = explain(variants, context)
         text, html = report.text(), report.html()
@@ -735,8 +753,23 @@ def run_job(path: str) -> None:
         note = f"the graphs could not be compared: {type(error).__name__}: {error}"
         report = explain(bare, context._replace(notes=(*context.notes, note)))
         text, html = report.text(), report.html()
+    try:
+        _write(out_html, html)
+    except OSError as error:
+        text += f"Note: the page could not be written: {error}\n"
     _write(out_text, text)
-    _write(out_html, html)
+
+
+def _variants_from_json(items: Iterable[Mapping[str, Any]]) -> list[Variant]:
+    return [
+        Variant(
+            tuple(sorted(item["ranks"])),
+            str(item.get("fingerprint") or ""),
+            str(item.get("text") or ""),
+            {int(rank): str(address) for rank, address in (item.get("hosts") or {}).items()},
+        )
+        for item in items
+    ]
 
 
 def _context_from_json(fields: Mapping[str, Any]) -> Context:
@@ -754,11 +787,26 @@ def _context_from_json(fields: Mapping[str, Any]) -> Context:
 
 
 def _write(path: str, content: str) -> None:
-    """Writes a file so that a reader sees all of it or nothing."""
-    unfinished = f"{path}.{os.getpid()}.part"
-    with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(content)
-    os.replace(unfinished, path)
+    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
+
+    Raises:
+        OSError: with the path as it was given.
+    """
+    is_file = os.path.isfile(path) or not os.path.exists(path)
+    target = os.path.realpath(path)
+    unfinished = os.path.join(os.path.dirname(target), f".handshake-{os.getpid()}.part") if is_file else path
+    try:
+        try:
+            with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(content)
+            if is_file:
+                os.replace(unfinished, target)
+        except BaseException:
+            if is_file and os.path.exists(unfinished):
+                os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 # --- Files that somebody has ------------------------------------------------------------------------------------------
@@ -777,88 +825,128 @@ class _RankFile(NamedTuple):
 def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextIO | None = None) -> int:
     """Compares the graphs in files of several ranks, one file a rank, and writes the reports to `out`.
 
-    A file's rank is the one it says itself (`# handshake: rank = 3`), else the number in its name (`rank12.txt`), else
-    its place among the arguments. Its graphs are matched with the other ranks' in order; a rank may have some that
-    others lack.
+    A file's rank is the one it says itself (`# handshake: rank = 3`), else the number in its name (`rank12.txt`) or
+    its folder's (`rank12/graph.txt`), else its place among the arguments. If two files would have the same rank, all
+    are numbered by their place, and a line says so. Its graphs are matched with the other ranks' in order; a rank may
+    have some that others lack.
 
     Args:
         paths: two files or more.
-        html_path: where to write a page too.
+        html_path: where to write a page too; none of the files.
         out: by default the standard output.
 
     Returns:
-        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared (stderr says why).
+        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared or a report can't be
+        written (stderr says why).
     """
+    try:
+        for path in paths:
+            if html_path is not None and _is_same_file(html_path, path):
+                raise _FileError(f"the page would overwrite {path}: give --html another file than {html_path}")
+        files, remarks = _read_files(paths)
+        reports, notes = _match_files(files)
+        text, html = _told(files, reports, remarks, notes)
+    except _FileError as error:
+        return _fail(str(error))
+    except (RecursionError, MemoryError) as error:
+        return _fail(f"the graphs are too deep or too large to compare: {type(error).__name__}: {error}")
+    status = 1 if notes or any(len(report.variants) > 1 for report in reports) else 0
+    if html_path is not None:
+        try:
+            _write(html_path, html)
+        except OSError as error:
+            status = _fail(f"the page could not be written to {html_path}: {error.strerror}")
     out = sys.stdout if out is None else out
     try:
-        files = _read_files(paths)
-        reports, notes = _match_files(files)
-    except _FileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        print(text, end="", file=out, flush=True)
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            status = _fail(f"the report could not be written: {error.strerror}")
+    return status
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False  # one of them isn't there
+
+
+def _told(
+    files: Sequence[_RankFile], reports: Sequence[Report], remarks: Sequence[str], notes: Sequence[str]
+) -> tuple[str, str]:
+    """The text and the page on all graphs."""
     differing = [report for report in reports if len(report.variants) > 1]
     ranks = format_ranks(file.rank for file in files)
     # One graph that all have needs no line above its report.
-    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
-    heading = heading if len(reports) > 1 or notes else ""
-    if heading:
-        print(heading, file=out)
-    for note in notes:
-        print(note, file=out)
+    is_one = len(reports) == 1 and not notes
+    heading = "" if is_one else f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
+    lines = [*remarks, *([heading] if heading else []), *notes]
     for report in differing[:MAX_TEXT_SLOTS]:
-        print(f"\n{report.text()}" if heading else report.text(), end="", file=out)
+        lines += ["", report.text().rstrip()] if lines else [report.text().rstrip()]
     if len(differing) > MAX_TEXT_SLOTS:
-        print(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)", file=out)
+        lines.append(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)")
     if not differing and not notes:
-        print(f"{ranks} have the same {number_of(len(reports), 'graph')}", file=out)
-    if html_path is not None:
-        try:
-            _write(html_path, page(differing or reports[:1], heading, notes))
-        except OSError as error:
-            print(f"error: the page could not be written: {error}", file=sys.stderr)
-            return 2
-    return 1 if differing or notes else 0
+        lines.append(f"{ranks} have the same {number_of(len(reports), 'graph')}")
+    return "\n".join(lines) + "\n", page(differing or reports[:1], heading, [*remarks, *notes])
 
 
-def _read_files(paths: Sequence[str]) -> list[_RankFile]:
+def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
+    """The files, by rank, and what there is to say about their ranks."""
     if len(paths) < 2:
         raise _FileError(f"at least two files are needed, one for each rank; got {number_of(len(paths), 'file')}")
     files = [_read_file(path, number) for number, path in enumerate(paths)]
-    by_rank: dict[int, str] = {}
+    paths_of: dict[int, list[str]] = {}
     for file in files:
-        if file.rank in by_rank:
-            raise _FileError(
-                f"{by_rank[file.rank]} and {file.path} are both of rank {file.rank}; put the rank into the files' "
-                "names, such as rank0.txt, rank1.txt"
-            )
-        by_rank[file.rank] = file.path
-    return sorted(files, key=lambda file: file.rank)
+        paths_of.setdefault(file.rank, []).append(file.path)
+    clash = next(((rank, of_rank) for rank, of_rank in paths_of.items() if len(of_rank) > 1), None)
+    if clash is None:
+        return sorted(files, key=lambda file: file.rank), []
+    numbered = ", ".join(f"rank {number} is {path}" for number, path in enumerate(paths[:MAX_TEXT_VARIANTS]))
+    remark = (
+        f"Note: {' and '.join(clash[1][:MAX_TEXT_VARIANTS])} are of one rank, {clash[0]}, so the files are numbered in "
+        f"the order given: {numbered}{' …' if len(paths) > MAX_TEXT_VARIANTS else ''}. Names such as rank0.txt, "
+        "rank1.txt say which rank a file is of."
+    )
+    return [file._replace(rank=number) for number, file in enumerate(files)], [remark]
 
 
 def _read_file(path: str, number: int) -> _RankFile:
     try:
-        if os.path.getsize(path) > MAX_FILE_BYTES:
-            raise _FileError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MB (MAX_FILE_BYTES)")
         with open(path, "rb") as file:
-            data = file.read()
+            data = file.read(_FIRST_BYTES)
+            encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+            if encoding != "utf-16" and b"\0" in data:
+                raise _FileError(f"{path} is no text (it holds null bytes)")
+            data += file.read(MAX_FILE_BYTES + 1 - len(data))
     except OSError as error:
         raise _FileError(f"{path} can't be read: {error.strerror or error}") from error
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    text = data.decode(encoding, "replace")
-    if "\0" in text[:100_000]:
-        raise _FileError(f"{path} is no text (it holds null bytes)")
-    graphs = parse(text)
+    if not data:
+        raise _FileError(f"{path} is empty")
+    if len(data) > MAX_FILE_BYTES:
+        raise _FileError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MB (MAX_FILE_BYTES)")
+    try:
+        graphs = parse(data.decode(encoding, "backslashreplace"))
+    except ValueError as error:
+        raise _FileError(f"{path}: {error}") from error
     if not graphs:
         raise _FileError(
             f"{path} holds no graph: what is looked for is the text of GraphModule.print_readable(), or a log with "
             "`--- [BEGIN GRAPH MODULE: …] ---` lines"
         )
-    facts = (graph.facts.get("rank", "") for graph in graphs)
-    said = next((fact for fact in facts if re.fullmatch(r"[0-9]{1,9}", fact)), None)
     name = os.path.splitext(os.path.basename(path))[0]
-    named = re.findall(r"rank\D?(\d{1,9})", name) or re.findall(r"\d{1,9}", name)
-    rank = int(said if said is not None else named[-1] if named else number)
-    return _RankFile(path, rank, graphs)
+    named = re.findall(r"(?i)rank\D?(\d+)", path) or re.findall(r"\d+", name)
+    said = [graph.facts["rank"] for graph in graphs if "rank" in graph.facts]
+    # A longer number is a date or an id.
+    ranks = [int(text) for text in (*said[:1], *named[-1:]) if re.fullmatch(r"[0-9]{1,6}", text)]
+    return _RankFile(path, ranks[0] if ranks else number, graphs)
 
 
 # Graphs of two files that are tried against one another in a gap between graphs that are equal, and how alike they
@@ -880,7 +968,8 @@ class _Slot:
 def _match_files(files: list[_RankFile]) -> tuple[list[Report], list[str]]:
     """The reports, one for each graph that two ranks have, and lines about graphs that only some ranks have."""
     cache: dict[int, Keys] = {}
-    contents = {file.rank: [_content(graph, cache) for graph in file.graphs] for file in files}
+    numbers: dict[Any, int] = {}
+    contents = {file.rank: [_content(graph, cache, numbers) for graph in file.graphs] for file in files}
     sequences = Counter(tuple(of_rank) for of_rank in contents.values())
     reference = max(files, key=lambda file: (sequences[tuple(contents[file.rank])], -file.rank))
     slots = [_Slot() for _ in reference.graphs]
@@ -914,10 +1003,10 @@ def _match_files(files: list[_RankFile]) -> tuple[list[Report], list[str]]:
     return reports, notes
 
 
-def _content(graph: Graph, cache: dict[int, Keys]) -> int:
-    """A number that is equal for graphs that are the same."""
-    facts = sorted(item for item in graph.facts.items() if item[0] != "rank" and not item[0].startswith("source "))
-    return hash((tuple(node_keys(graph.body, cache).content), tuple(facts)))
+def _content(graph: Graph, cache: dict[int, Keys], numbers: dict[Any, int]) -> int:
+    """A number that is the same for graphs that are the same."""
+    facts = sorted(facts_of_program(graph.facts).items())
+    return numbers.setdefault((tuple(node_keys(graph.body, cache).content), tuple(facts)), len(numbers))
 
 
 def _match_graphs(
@@ -983,16 +1072,21 @@ def _slot_report(slot: _Slot, title: str, contents: Mapping[int, list[int]]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: `FILE FILE … [--html FILE]`, or `--job FILE` for a job of the coordinator.
+    """The command line: `FILE FILE … [--html FILE]`, or `--job FILE` for a job of the coordinator, in JSON.
 
     Returns:
         The exit status: of `explain_files`; of a job 0, or 2 if it could not be done.
     """
     import argparse
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no "·"
     parser = argparse.ArgumentParser(
-        prog="handshake.py explain",
+        prog=f"python -m {__package__}.handshake explain" if __package__ else "python handshake.py explain",
+        usage="%(prog)s FILE FILE … [--html PAGE]",
         description="Says in which way the graphs of several ranks differ, and what to change.",
+        epilog="A file's rank is the one that it says itself, else the number in its path (rank12.txt), else its "
+        "place among the files. Exit status: 0 the graphs are the same, 1 they differ, 2 they can't be compared.",
     )
     parser.add_argument(
         "files",
@@ -1000,16 +1094,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="the text of a rank's graphs (print_readable, or a log with graphs), one file for each rank",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    parser.add_argument("--html", metavar="PAGE", help="write the report as a page too")
     parser.add_argument("--job", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job is None:
         return explain_files(options.files, options.html)
     try:
-        run_job(options.job)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        with open(options.job, encoding="utf-8") as file:
+            run_job(json.load(file))
+    except (OSError, ValueError, RecursionError) as error:
+        return _fail(f"{options.job}: {error}")
     return 0
 
 

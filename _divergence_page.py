@@ -104,7 +104,7 @@ def page(reports: "Sequence[Report]", heading: str = "", notes: Iterable[str] = 
     Args:
         reports: what to show, in order.
         heading: a line above them, where there are several.
-        notes: lines below the heading.
+        notes: lines above the reports.
     """
     title = heading or (reports[0].headline() if reports else "No graphs")
     parts = [
@@ -114,12 +114,10 @@ def page(reports: "Sequence[Report]", heading: str = "", notes: Iterable[str] = 
     ]
     if heading:
         parts.append(f"<h1>{_escape(heading)}</h1>")
-        parts.append(_list(_escape(note) for note in notes))
-        if len(reports) > 1:
-            links = (
-                f'<a href="#report{number}">{_escape(report.headline())}</a>' for number, report in enumerate(reports)
-            )
-            parts.append(f"<nav>{_list(links)}</nav>")
+    parts.append(_list(_escape(note) for note in notes))
+    if len(reports) > 1:
+        links = (f'<a href="#report{number}">{_escape(report.headline())}</a>' for number, report in enumerate(reports))
+        parts.append(f"<nav>{_list(links)}</nav>")
     for number, report in enumerate(reports):
         if heading:
             parts.append(f'<hr id="report{number}">')
@@ -169,10 +167,8 @@ def _constants(report: "Report") -> Iterator[str]:
         operation = difference.node.target.removeprefix("torch.ops.")
         what = f"{_escape(operation)}, {_escape(difference.what)}"
         head = f"<code>{_escape(difference.node.name)}</code> = {what}{source}"
-        values = [
-            f"<code>{_escape(_cut(difference.values.get(number, difference.reference), 200))}</code>"
-            for number in numbers
-        ]
+        sides = [difference.shown(difference.values.get(number, difference.reference)) for number in numbers]
+        values = [f"<code>{_escape(_cut(side, 200))}</code>" for side in sides]
         formula = f'<span class="formula">{_escape(difference.formula)}</span>' if difference.formula else "–"
         table.append([head, *values, formula])
     if len(numbers) > MAX_VARIANT_COLUMNS:
@@ -202,7 +198,8 @@ def _differences(report: "Report") -> Iterator[str]:
 def _difference(report: "Report", number: int, difference: "Difference") -> str:
     parts = [
         f'<div class="difference">{number}. <span class="badge">{_escape(difference.kind)}</span> '
-        f"{_with_code(report.place(difference))}, {_escape(difference.what)}"
+        f"{_with_code(_cut(report.place(difference), MAX_VALUE_CHARACTERS))}, "
+        f"{_escape(_cut(difference.what, MAX_VALUE_CHARACTERS))}"
     ]
     if difference.source is not None:
         code = f" <code>{_escape(_cut(difference.source.code, 300))}</code>" if difference.source.code else ""
@@ -257,7 +254,6 @@ def _side_by_side(comparison: "BodyComparison", sides: list[str]) -> Iterator[st
     if not near:
         return
     names = [{node.name: i for i, node in enumerate(body.nodes)} for body in (comparison.reference, comparison.other)]
-    to_reference = {j: i for i, j in comparison.pairs}
     if comparison.path:
         yield f"<p>Nested body <code>{_escape(comparison.path)}</code></p>"
     lines = [
@@ -283,7 +279,7 @@ def _side_by_side(comparison: "BodyComparison", sides: list[str]) -> Iterator[st
             source = node.user_source
             code = f": {_cut(source.code, 300)}" if source.code else ""
             lines.append(_wide("source code", f"{_place(source)}{code}"))
-        lines.append(_line(comparison, row, names, to_reference))
+        lines.append(_line(comparison, row, names))
         shown += 1
     if skipped:
         lines.append(_wide("skip", f"… {skipped:,} equal node{'' if skipped == 1 else 's'} …"))
@@ -306,11 +302,11 @@ def _rows(comparison: "BodyComparison") -> list[_Row]:
     return rows
 
 
-def _line(comparison: "BodyComparison", row: _Row, names: list[dict[str, int]], to_reference: dict[int, int]) -> str:
+def _line(comparison: "BodyComparison", row: _Row, names: list[dict[str, int]]) -> str:
     left = _node_line(comparison.reference, row.left)
     right = _node_line(comparison.other, row.right)
     if row.changed and row.left is not None and row.right is not None:
-        cells = _marked(left, right, names, to_reference)
+        cells = _marked(left, right, names, comparison.to_reference)
     else:
         cells = [_escape(left), _escape(right)]
     styles = [

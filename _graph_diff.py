@@ -37,8 +37,9 @@ NOT_THERE = "not there"
 # Nodes of a missing or added run that are kept for the report.
 MAX_RUN_NODES = 200
 
-# A side of a difference is one line.
+# A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
 MAX_LINE_CHARACTERS = 160
+LEAD_CHARACTERS = 40
 
 
 class Difference:
@@ -47,7 +48,7 @@ class Difference:
     Attributes:
         kind: constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
             collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node),
-            nested body, tensor constant, graph (nothing in common).
+            nested body, tensor constant, text (only the way it is written), graph (nothing in common).
         body: the nested body it is in, as a path; empty for the graph itself.
         position: of the node in the reference (of an added node: of the one it comes before).
         node: the reference's node; of an added one the variant's.
@@ -99,23 +100,38 @@ class Difference:
             return self.node.user_source
         return next((node.user_source for node in self.nodes if node.user_source is not None), self.node.source)
 
+    def shown(self, value: str) -> str:
+        """A side as it is to be read: a long one from a little before the first character that is not on all sides."""
+        sides = [side for side in (self.reference, *self.values.values()) if side != NOT_THERE]
+        if value == NOT_THERE or len(sides) < 2 or max(map(len, sides)) <= MAX_LINE_CHARACTERS:
+            return value
+        first, last = min(sides), max(sides)  # what these two begin with, all do
+        alike = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+        return f"…{value[alike - LEAD_CHARACTERS :]}" if alike > LEAD_CHARACTERS else value
+
 
 class BodyComparison(NamedTuple):
     """How a variant's body lies against the reference's.
 
     Attributes:
         path: the nested body's path; empty for the graph itself.
+        reference: the reference's body.
+        other: the variant's.
         pairs: matched positions (reference, variant), ascending in both.
-        changed: positions in the reference whose node differs in itself, not only as a consequence.
         moved: (reference, variant) positions of nodes that are at another place.
+        to_other: position in the variant of each node of the reference that is matched or moved.
+        to_reference: the other way round.
+        changed: positions in the reference whose node differs in itself, not only as a consequence.
     """
 
     path: str
     reference: Body
     other: Body
     pairs: list[tuple[int, int]]
-    changed: set[int]
     moved: dict[int, int]
+    to_other: dict[int, int]
+    to_reference: dict[int, int]
+    changed: set[int]
 
 
 # --- Comparing two graphs ---------------------------------------------------------------------------------------------
@@ -206,6 +222,13 @@ def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> It
         i, j = next_i + 1, next_j + 1
 
 
+def facts_of_program(facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts about a graph that are the same on all ranks that run the same program."""
+    return {
+        subject: value for subject, value in facts.items() if subject != "rank" and not subject.startswith("source ")
+    }
+
+
 class Comparison(NamedTuple):
     """One variant against the reference: what differs, and how its bodies lie."""
 
@@ -232,13 +255,15 @@ class _Comparer:
     def __init__(self, reference: Graph, other: Graph, cache: dict[int, Keys]) -> None:
         self._cache = cache
         self._other_cache: dict[int, Keys] = {}
-        self._facts = (reference.facts, other.facts)
+        self._facts = (facts_of_program(reference.facts), facts_of_program(other.facts))
         self._groups = (group_ranks(reference.facts), group_ranks(other.facts))
         self.differences: list[Difference] = []
         self.bodies: list[BodyComparison] = []
         self.common_part = 1.0
         self.dropped = 0  # differences past the bound
         self._compare(reference.body, other.body, "")
+        if not self.differences:
+            self._compare_writing(reference.body.nodes[0])
         if self.common_part < MIN_COMMON_PART:
             both = (reference.body, other.body)
             texts = [
@@ -252,24 +277,24 @@ class _Comparer:
     def _compare(self, a: Body, b: Body, path: str) -> None:
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
         pairs = _align_bodies(a_keys, b_keys)
-        to_b = dict(pairs)
-        to_a = {j: i for i, j in pairs}
-        a_left = [i for i in range(len(a.nodes)) if i not in to_b]
-        b_left = [j for j in range(len(b.nodes)) if j not in to_a]
-        moved = _moved(a_keys.strict, a_left, b_keys.strict, b_left)
-        to_b.update(moved)
-        to_a.update((j, i) for i, j in moved)
-        comparison = BodyComparison(path, a, b, pairs, set(), dict(moved))
+        to_other = dict(pairs)
+        to_reference = {j: i for i, j in pairs}
+        a_left = [i for i in range(len(a.nodes)) if i not in to_other]
+        b_left = [j for j in range(len(b.nodes)) if j not in to_reference]
+        moved = dict(_moved(a_keys.strict, a_left, b_keys.strict, b_left))
+        to_other.update(moved)
+        to_reference.update((j, i) for i, j in moved.items())
+        comparison = BodyComparison(path, a, b, pairs, moved, to_other, to_reference, set())
         self.bodies.append(comparison)
         if not path:
             # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
             calls = min(sum(node.op == "call" for node in body.nodes) for body in (a, b))
-            matched = sum(a.nodes[i].op == "call" and a.nodes[i].target == b.nodes[j].target for i, j in to_b.items())
-            self.common_part = matched / calls if calls else 1.0
+            same = (i for i, j in to_other.items() if a.nodes[i].target == b.nodes[j].target)
+            self.common_part = sum(a.nodes[i].op == "call" for i in same) / calls if calls else 1.0
         first = len(self.differences)
         self._compare_order(comparison)
-        self._compare_left_over(comparison, a_left, b_left, to_b, to_a)
-        self._compare_nodes(comparison, to_b, to_a)
+        self._compare_left_over(comparison)
+        self._compare_nodes(comparison)
         if not path:
             self._compare_mutations(comparison)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
@@ -301,19 +326,12 @@ class _Comparer:
             )
             comparison.changed.update(run)
 
-    def _compare_left_over(
-        self,
-        comparison: BodyComparison,
-        a_left: list[int],
-        b_left: list[int],
-        to_b: dict[int, int],
-        to_a: dict[int, int],
-    ) -> None:
+    def _compare_left_over(self, comparison: BodyComparison) -> None:
         """Missing and added nodes."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
-        missing = [i for i in a_left if i not in to_b]
-        added = [j for j in b_left if j not in to_a]
+        missing = [i for i in range(len(a.nodes)) if i not in comparison.to_other]
+        added = [j for j in range(len(b.nodes)) if j not in comparison.to_reference]
         self._compare_inputs(
             comparison,
             [i for i in missing if a.nodes[i].op == "placeholder"],
@@ -391,31 +409,33 @@ class _Comparer:
                 self._add(Difference("inputs", "", i, node, "change in place", sides))
                 comparison.changed.add(i)
 
-    def _compare_nodes(self, comparison: BodyComparison, to_b: dict[int, int], to_a: dict[int, int]) -> None:
+    def _compare_nodes(self, comparison: BodyComparison) -> None:
         a, b = comparison.reference, comparison.other
+        to_other, to_reference = comparison.to_other, comparison.to_reference
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
         tainted: dict[int, Difference | None] = {}  # nodes whose result differs in form, and the difference at the root
         sizes: set[tuple[str, str]] = set()  # pairs of sizes that were seen to differ
         first_uses = _first_uses(a)
         reordered = set(comparison.moved)  # nodes at another place, and those that read another node for that
         order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
-        for i in sorted(to_b):
-            x, y = a.nodes[i], b.nodes[to_b[i]]
+        for i in sorted(to_other):
+            x, y = a.nodes[i], b.nodes[to_other[i]]
             inputs = [argument.producer for argument in x.arguments if argument.producer is not None]
             other_inputs = [argument.producer for argument in y.arguments if argument.producer is not None]
             if len(inputs) == 1 and inputs[0] in reordered:
                 reordered.add(i)  # hands on what it reads, as a wait does
             if (
-                a_keys.strict[i] == b_keys.strict[to_b[i]]
-                and [to_b.get(p) for p in inputs] == other_inputs
+                a_keys.strict[i] == b_keys.strict[to_other[i]]
+                and [to_other.get(p) for p in inputs] == other_inputs
                 and x.op != "get_attr"
                 and not x.is_collective
             ):
                 continue
             cause = next((tainted[p] for p in inputs if p in tainted), None)
-            follows = any(p in tainted or p not in to_b for p in inputs) or any(p not in to_a for p in other_inputs)
-            found = self._fields(comparison, i, x, y, to_b, to_a)
-            crossed = _crossed(x, y, to_a)
+            follows = any(p in tainted or p not in to_other for p in inputs)
+            follows = follows or any(p not in to_reference for p in other_inputs)
+            found = self._fields(comparison, i, x, y)
+            crossed = _crossed(x, y, to_reference)
             root: Difference | None = None
             form_differs = False
             consequences = 0
@@ -450,15 +470,7 @@ class _Comparer:
             if x.shape is not None and y.shape is not None and len(x.shape) == len(y.shape):
                 sizes.update((m, n) for m, n in zip(x.shape, y.shape, strict=True) if m != n)
 
-    def _fields(
-        self,
-        comparison: BodyComparison,
-        i: int,
-        x: Node,
-        y: Node,
-        to_b: dict[int, int],
-        to_a: dict[int, int],
-    ) -> list[tuple[Difference, bool]]:
+    def _fields(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> list[tuple[Difference, bool]]:
         """The differences between two matched nodes; of each, whether it is one of the result's form."""
         path = comparison.path
         if x.op != y.op or (x.op == "call" and x.target != y.target):
@@ -469,9 +481,9 @@ class _Comparer:
         if x.op == "get_attr":
             self._compare_attribute(comparison, i, x, y, found)
         elif x.op == "output":
-            self._compare_outputs(comparison, i, x, y, to_b, to_a, found)
+            self._compare_outputs(comparison, i, x, y, found)
         else:
-            for kind, what, left, right in _arguments(x, y, to_b, to_a, comparison):
+            for kind, what, left, right in _arguments(x, y, comparison):
                 found.append((Difference(kind, path, i, x, what, (left, right)), False))
             groups = x.group, y.group
             if groups[0] is not None and groups[1] is not None and groups[0].text == groups[1].text:
@@ -497,72 +509,78 @@ class _Comparer:
     ) -> None:
         nested, other = _nested(x, comparison.reference), _nested(y, comparison.other)
         if nested is not None and other is not None:
-            if node_keys(nested, self._cache).content != node_keys(other, self._other_cache).content:
+            contents = node_keys(nested, self._cache).content, node_keys(other, self._other_cache).content
+            if contents[0] != contents[1] or self._facts[0] != self._facts[1]:
                 self._compare(nested, other, f"{comparison.path}.{x.target}" if comparison.path else x.target)
+            if contents[0] != contents[1]:
                 comparison.changed.add(i)
         elif (nested is None) != (other is None):
             sides = [
                 "an attribute" if side is None else f"a body of {len(side.nodes)} nodes" for side in (nested, other)
             ]
             found.append((Difference("nested body", comparison.path, i, x, "nested body", sides), False))
-        else:
-            values = [
-                _constant_fact(facts, comparison.path, node) for facts, node in zip(self._facts, (x, y), strict=True)
-            ]
-            if values[0] and values[1] and values[0] != values[1]:
-                shown = [_DIGEST.sub("", value) for value in values]
-                values = shown if shown[0] != shown[1] else values
-                found.append((Difference("tensor constant", comparison.path, i, x, "value", values), False))
+        elif [argument.path for argument in x.arguments] == [argument.path for argument in y.arguments]:
+            for left, right in zip(x.arguments, y.arguments, strict=True):
+                if left.text != right.text and left.path == "name":
+                    sides = [f"self.{left.text}", f"self.{right.text}"]
+                    found.append((Difference("op", comparison.path, i, x, "attribute", sides), False))
+                elif left.text != right.text:
+                    sides = [_DIGEST.sub("", argument.text) for argument in (left, right)]
+                    sides = sides if sides[0] != sides[1] else [left.text, right.text]
+                    found.append((Difference("tensor constant", comparison.path, i, x, "value", sides), False))
 
     def _compare_outputs(
-        self,
-        comparison: BodyComparison,
-        i: int,
-        x: Node,
-        y: Node,
-        to_b: dict[int, int],
-        to_a: dict[int, int],
-        found: list[tuple[Difference, bool]],
+        self, comparison: BodyComparison, i: int, x: Node, y: Node, found: list[tuple[Difference, bool]]
     ) -> None:
-        a, b = comparison.reference, comparison.other
-        lefts = [(argument.text, argument.producer) for argument in x.arguments]
-        rights = [(argument.text, argument.producer) for argument in y.arguments]
-        if [text if p is None else to_b.get(p, -1) for text, p in lefts] == [
-            text if p is None else p for text, p in rights
-        ]:
+        to_other, to_reference = comparison.to_other, comparison.to_reference
+        if [
+            (each.path, each.text if each.producer is None else to_other.get(each.producer)) for each in x.arguments
+        ] == [(each.path, each.text if each.producer is None else each.producer) for each in y.arguments]:
             return
-        if any(p is not None and p not in to_b for _, p in lefts) or any(
-            p is not None and p not in to_a for _, p in rights
-        ):
+        lefts = {each.producer: each.text for each in x.arguments if each.producer is not None}
+        rights = {each.producer: each.text for each in y.arguments if each.producer is not None}
+        if not (to_other.keys() >= lefts.keys() and to_reference.keys() >= rights.keys()):
             return  # the missing or added node that is returned is reported itself
-        mapped = {to_b.get(p) for _, p in lefts if p is not None}
-        other_mapped = {to_a.get(p) for _, p in rights if p is not None}
-        only_a = [text for text, p in lefts if p is not None and p not in other_mapped]
-        only_b = [text for text, p in rights if p is not None and p not in mapped]
+        only_left = [p for p in lefts if to_other[p] not in rights]
+        only_right = [p for p in rights if to_reference[p] not in lefts]
         sides = [
-            ", only here: ".join(
-                [number_of(len(both), "output"), *([", ".join(f"`{name}`" for name in only[:4])] if only else [])]
-            )
-            for both, only in ((lefts, only_a), (rights, only_b))
+            number_of(len(node.arguments), "output")
+            + (f", only here: {', '.join(f'`{texts[p]}`' for p in only[:4])}" if only else "")
+            for node, texts, only in ((x, lefts, only_left), (y, rights, only_right))
         ]
         if sides[0] == sides[1]:
-            sides = [clip(x.line), clip(y.line)]
+            sides = [x.line, y.line]
         # The line of a value that only one side returns, else of the first one.
-        first = next((a.nodes[p] for _, p in lefts if p is not None and p not in other_mapped), None)
-        first = first or next((b.nodes[p] for _, p in rights if p is not None and p not in mapped), None)
-        first = first or next((a.nodes[p] for _, p in lefts if p is not None), x)
-        node = x._replace(user_source=first.user_source)
+        nodes = [comparison.reference.nodes[p] for p in only_left] + [comparison.other.nodes[p] for p in only_right]
+        nodes += [comparison.reference.nodes[p] for p in lefts] + [x]
+        node = x._replace(user_source=nodes[0].user_source)
         found.append((Difference("outputs", comparison.path, i, node, "outputs", sides), False))
 
+    def _compare_writing(self, first: Node) -> None:
+        """What is left where no difference was found, and yet the texts are not the same."""
+        for body in self.bodies:
+            left_keys, right_keys = node_keys(body.reference, self._cache), node_keys(body.other, self._other_cache)
+            for i, (left, right) in enumerate(zip(left_keys.content, right_keys.content, strict=False)):
+                x, y = body.reference.nodes[i], body.other.nodes[i]
+                if left != right and x.line != y.line:
+                    self._add(Difference("text", body.path, i, x, "as written", (x.line, y.line)))
+                    body.changed.add(i)
+                    return
+        for subject in sorted(self._facts[0].keys() | self._facts[1].keys()):
+            sides = [facts.get(subject, NOT_THERE) for facts in self._facts]
+            if sides[0] != sides[1]:
+                self._add(Difference("text", "", 0, first, f"`# handshake: {subject}`", sides))
+                return
 
-def _crossed(x: Node, y: Node, to_a: dict[int, int]) -> list[int]:
+
+def _crossed(x: Node, y: Node, to_reference: dict[int, int]) -> list[int]:
     """The positions in the reference that two matched nodes read at the same place, where these are not the same."""
     return [
         position
         for left, right in zip(x.arguments, y.arguments, strict=False)
-        if left.producer is not None and right.producer is not None and right.producer in to_a
-        for position in (left.producer, to_a[right.producer])
-        if left.producer != to_a[right.producer]
+        if left.producer is not None and right.producer is not None and right.producer in to_reference
+        for position in (left.producer, to_reference[right.producer])
+        if left.producer != to_reference[right.producer]
     ]
 
 
@@ -577,32 +595,40 @@ def _first_uses(body: Body) -> dict[int, Source]:
     return uses
 
 
-def _arguments(
-    x: Node, y: Node, to_b: dict[int, int], to_a: dict[int, int], comparison: BodyComparison
-) -> Iterator[tuple[str, str, str, str]]:
+def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[tuple[str, str, str, str]]:
     """(kind, what, reference's side, other side) of each argument that differs."""
+    to_other, to_reference = comparison.to_other, comparison.to_reference
     left_of, right_of = _by_argument(x), _by_argument(y)
     group = x.group
     for name in [*left_of, *(name for name in right_of if name not in left_of)]:
         lefts, rights = left_of.get(name, []), right_of.get(name, [])
         what = f"argument {name}" if name.isdigit() else f"argument `{name}`"
         if [argument.path for argument in lefts] != [argument.path for argument in rights]:
-            yield "constant", what, _argument_text(lefts), _argument_text(rights)
+            texts = _argument_text(lefts), _argument_text(rights)
+            if texts[0] == texts[1]:  # such as a list and a tuple
+                texts = x.line, y.line
+            is_constant = all(argument.producer is None for argument in (*lefts, *rights))
+            yield "constant" if is_constant else "operand", what, *texts
             continue
         for left, right in zip(lefts, rights, strict=True):
             if left.producer is None and right.producer is None:
-                if left.text != right.text:
-                    if group is not None and left.path == group.path:
-                        yield "group", what, left.text, right.text
-                    elif left.text.startswith("torch.") and right.text.startswith("torch."):
-                        yield "dtype" if _DTYPE.match(left.text) else "constant", what, left.text, right.text
-                    else:
-                        yield "constant", f"argument {left.path}" if left.path != name else what, left.text, right.text
+                if left.text == right.text:
+                    continue
+                kind = "constant"
+                if group is not None and left.path == group.path:
+                    kind = "group"
+                elif _DTYPE.match(left.text) and _DTYPE.match(right.text):
+                    kind = "dtype"
+                yield kind, f"argument {left.path}" if left.path != name else what, left.text, right.text
             elif left.producer is None or right.producer is None:
                 sides = [a.text if a.producer is None else f"`{a.text}`, computed" for a in (left, right)]
                 yield "constant", what, sides[0], sides[1]
-            elif left.producer in to_b and right.producer in to_a and to_b[left.producer] != right.producer:
-                other_name = comparison.reference.nodes[to_a[right.producer]].name
+            elif (
+                left.producer in to_other
+                and right.producer in to_reference
+                and to_other[left.producer] != right.producer
+            ):
+                other_name = comparison.reference.nodes[to_reference[right.producer]].name
                 kind = "order of collectives" if x.is_collective else "operand"
                 yield kind, what, f"reads `{left.text}`", f"reads `{other_name}`"
 
@@ -613,7 +639,7 @@ _DTYPE = re.compile(r"torch\.(?:float|bfloat|int|uint|bool|half|double|long|comp
 def _by_argument(node: Node) -> dict[str, list[Argument]]:
     grouped: dict[str, list[Argument]] = {}
     for argument in node.arguments:
-        grouped.setdefault(re.split(r"[\[.]", argument.path, maxsplit=1)[0], []).append(argument)
+        grouped.setdefault(re.split(r"[\[({.]", argument.path, maxsplit=1)[0], []).append(argument)
     return grouped
 
 
@@ -678,7 +704,7 @@ def _run_kind(nodes: list[Node], kind: str) -> str:
 
 def _describe_run(nodes: list[Node]) -> str:
     if len(nodes) == 1:
-        return f"`{clip(nodes[0].line)}`"
+        return f"`{nodes[0].line}`"
     collectives = sum(node.is_collective for node in nodes)
     targets = [short_target(node.target) for node in nodes]
     shown = ", ".join(targets[:5]) + (" …" if len(targets) > 5 else "")
@@ -713,14 +739,6 @@ def _collective_place(body: Body, position: int) -> str:
 _DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
 
 
-def _constant_fact(facts: Mapping[str, str], path: str, node: Node) -> str:
-    names = [f"{path}.{node.target}"] if path else []
-    for name in (*names, node.target):
-        if f"constant {name}" in facts:
-            return facts[f"constant {name}"]
-    return ""
-
-
 def count_collectives(body: Body) -> int:
     """The collectives in the body and those nested in it."""
     nested = sum(count_collectives(inner) for inner in body.bodies.values())
@@ -732,5 +750,5 @@ def number_of(count: int, noun: str) -> str:
 
 
 def clip(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
-    text = " ".join(text.split())
+    text = text.replace("\n", " ")
     return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"

@@ -12,8 +12,9 @@ around each graph name its fingerprint; without them a graph starts at its `clas
 indentation does.
 
 Nothing that is not understood is an error: a statement that is no node of a known form becomes a node that holds its
-text, so that it can still be compared. What is known to differ between ranks that run the same program is left out:
-the index of a device, the address in an object's repr.
+text, so that it can still be compared. Nothing of a statement is cut, however long it is or deeply nested. What is
+known to differ between ranks that run the same program is left out: the index of a device, the address in an object's
+repr.
 
 Beside the program, comment lines `# handshake: <subject> = <value>` carry facts that torch's text lacks; they are
 collected in `Graph.facts`.
@@ -29,19 +30,26 @@ from typing import NamedTuple
 # than this has no graph that somebody will read.
 MAX_STATEMENT_LINES = 20_000
 
-# Longer lines are cut: they hold the text of an object, not of a program, and `ast` takes quadratic time on some.
-MAX_LINE_CHARACTERS = 2_000_000
+# Longer statements are split into words, not parsed: they hold the text of an object, not of a program, and `ast` takes
+# quadratic time and a hundred times their size on some.
+MAX_PARSED_CHARACTERS = 200_000
+
+# Bodies nested deeper than this are refused, as each level takes some of Python's stack; programs nest two or three.
+MAX_NESTED_BODIES = 50
+
+# A group of more ranks than this is not read: no job has as many.
+MAX_GROUP_RANKS = 2**20
 
 # Parsed statements are kept, as the variants of a graph have most lines in common. About 1 KB each.
 _MAX_CACHED_STATEMENTS = 50_000
+_MAX_CACHED_CHARACTERS = 4096
 
 _BEGIN = re.compile(r"--- \[BEGIN GRAPH MODULE: (.*?)\] ---")
 _END = re.compile(r"--- \[END GRAPH MODULE: .*?\] ---")
 _CLASS = re.compile(r"class (\S+)\(torch\.nn\.Module\):\s*$")
 _DEF = re.compile(r"def forward\(")
-_FACT = re.compile(r"#\s*handshake:\s*(.+?)\s*=\s*(.*)$")
-_SOURCE = re.compile(r"#.*?\bFile: (.+?):(\d+) in (.+?), code: ?(.*)$")
-_PLACE = re.compile(r"(.+?):(\d+): ?(.*)$")
+_FACT = "# handshake: "
+_PLACE = re.compile(r"(.+?):(\d{1,9}): ?(.*)$")
 _NO_SOURCE = "No stacktrace found for following nodes"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -50,6 +58,10 @@ _ANNOTATED_DEVICE = re.compile(r"(\](?:cuda|xpu|xla|tpu|jax|mps|hpu|npu|cpu|priv
 _DEVICE_STRING = re.compile(r"^(cuda|xpu|xla|tpu|jax|mps|hpu|npu|privateuseone):\d+$")
 _TENSOR = re.compile(r"^(?:(\w+)\()?([a-z]+\d*\w*)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]+)?(?::\d+)?(?:,? ?(.*)\))?$")
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[A-Za-z_][\w.]*|\d[\w.+-]*|\S")
+# What torch appends to a statement: names that are not needed any more.
+_DELETION = re.compile(r";\s*(?:\w+ = )+None\s*")
+# Numbers that Python reads as infinite, or refuses: they would all be the same.
+_TOO_LARGE = re.compile(r"\d{300}|\d[eE]\+?(?:[3-9]\d\d|\d{4})")
 _DIGITS = re.compile(r"\d+")
 _LIBRARY_FILE = re.compile(
     r"(?:site|dist)-packages[/\\]|(?:^|[/\\])torch[/\\](?:_\w+|distributed|nn|fx|utils|autograd)[/\\]|^<"
@@ -197,14 +209,13 @@ def group_ranks(facts: Mapping[str, str]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for subject, value in facts.items():
         name = re.match(r"group ['\"]?(.*?)['\"]?$", subject)
-        ranks = re.search(r"ranks? ([\d, -]+\d|\d)", value) or re.search(r"\[([\d, ]+)\]", value)
-        if name is not None and ranks is not None and " more" not in value:
-            groups[name[1]] = [
-                rank
-                for part in ranks[1].split(",")
-                for low, _, high in [part.strip().partition("-")]
-                for rank in range(int(low), int(high or low) + 1)
-            ]
+        ranks = re.search(r"ranks? ([\d, -]*\d)", value) or re.search(r"\[([\d, ]+)\]", value)
+        if name is None or ranks is None or " more" in value:
+            continue
+        parts = [re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip()) for part in ranks[1].split(",")]
+        spans = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part is not None]
+        if len(spans) == len(parts) and sum(map(len, spans)) <= MAX_GROUP_RANKS:
+            groups[name[1]] = [rank for span in spans for rank in span]
     return groups
 
 
@@ -216,7 +227,10 @@ def _blocks(lines: list[str]) -> Iterator[tuple[str, int, list[str], bool]]:
             marker = _BEGIN.search(lines[begin])
             inside = lines[begin + 1 : next_begin]
             end = next((k for k, line in enumerate(inside) if "END GRAPH" in line and _END.search(line)), None)
-            yield marker[1] if marker else "", begin + 2, _without_prefix(inside[:end]), end is not None
+            block = _without_prefix(inside[:end])
+            starts = [k for k, line in enumerate(block) if _CLASS.match(line)][1:]
+            for start, stop in zip([0, *starts], [*starts, len(block)], strict=True):
+                yield marker[1] if marker else "", begin + 2 + start, block[start:stop], end is not None
         return
     pattern = _CLASS if any("class " in line and _CLASS.search(line) for line in lines) else _DEF
     number = 0
@@ -309,23 +323,28 @@ class _Reader:
             number += self._read(number)
         if self._root is None or not self._root.nodes:
             return None
-        self._apply_sources(self._root, "")
+        self._apply_facts(self._root, "")
         return Graph(
             self._root, self._fingerprint, self._facts, self._first_line, not (self._ended and self._has_output)
         )
 
-    def _apply_sources(self, body: Body, prefix: str) -> None:
-        """Gives nodes the user's own line where a fact names it."""
+    def _apply_facts(self, body: Body, prefix: str) -> None:
+        """Gives nodes the user's own line, and attributes their value, where a fact names it; else their name."""
         for position, node in enumerate(body.nodes):
-            fact = _PLACE.match(self._facts.get(f"source {prefix}{node.name}", ""))
-            if fact is not None:
-                body.nodes[position] = node._replace(user_source=Source(fact[1], int(fact[2]), "", fact[3]))
+            place = _PLACE.match(self._facts.get(f"source {prefix}{node.name}", ""))
+            if place is not None:
+                node = node._replace(user_source=Source(place[1], int(place[2]), "", place[3]))
+            if node.op == "get_attr":
+                value = self._facts.get(f"constant {prefix}{node.target}") or self._facts.get(f"constant {node.target}")
+                argument = Argument("value", value, None) if value else Argument("name", node.target, None)
+                node = node._replace(arguments=(argument,))
+            body.nodes[position] = node
         for name, nested in body.bodies.items():
-            self._apply_sources(nested, f"{prefix}{name}.")
+            self._apply_facts(nested, f"{prefix}{name}.")
 
     def _read(self, number: int) -> int:
         """Reads the statement that starts at this line; returns how many lines it takes."""
-        line = self._lines[number][:MAX_LINE_CHARACTERS]
+        line = self._lines[number]
         stripped = line.strip()
         if not stripped:
             return 1
@@ -353,15 +372,15 @@ class _Reader:
         return count
 
     def _read_comment(self, comment: str) -> None:
-        fact = _FACT.search(comment)
-        if fact is not None:
-            self._facts[fact[1]] = fact[2]
+        if comment.startswith(_FACT):
+            subject, _, value = comment[len(_FACT) :].partition(" = ")
+            self._facts[subject.strip()] = value.strip()
             return
-        source = _SOURCE.search(comment)
+        source = _source(comment)
         if source is not None:
-            self._source = Source(source[1], int(source[2]), source[3], source[4].strip())
-            if not self._source.is_library:
-                self._user_source = self._source
+            self._source = source
+            if not source.is_library:
+                self._user_source = source
         elif _NO_SOURCE in comment:
             self._source = None
 
@@ -375,21 +394,16 @@ class _Reader:
             self._root = body
         else:
             return  # a second graph, where one ends: not this one's
+        if len(self._open) > MAX_NESTED_BODIES:
+            raise ValueError(f"nested bodies are more than MAX_NESTED_BODIES={MAX_NESTED_BODIES} levels deep")
         self._open.append((indentation, body))
         self._positions = {}
         self._source = self._user_source = None
 
     def _read_signature(self, number: int, first: str) -> int:
-        text, count = first, 1
-        while text.count("(") > text.count(")") or not text.rstrip().endswith(":"):
-            if number + count >= len(self._lines) or count > MAX_STATEMENT_LINES:
-                break
-            following = self._lines[number + count].strip()
-            text += "\n" + (following if "#" not in following else re.sub(r'\s#[^"]*$', "", following))
-            count += 1
-        for name, annotation in _signature(text):
-            if name != "self":
-                self._add(_Statement(name, annotation, "placeholder", "", "", (), f'{name}: "{annotation}"'))
+        text, count = self._joined(number, first)
+        for statement in _signature(text):
+            self._add(statement)
         return count
 
     def _statement(self, number: int, first: str) -> tuple[_Statement | None, int]:
@@ -397,22 +411,27 @@ class _Reader:
             return _CACHE[first], 1
         text, count = first, 1
         parsed = _parse_python(text)
-        while parsed is None and count < MAX_STATEMENT_LINES and number + count < len(self._lines):
-            if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
-                break
-            following = self._lines[number + count].strip()
-            if _SOURCE.search(following) or _CLASS.match(following):
-                break
-            text += "\n" + following
-            count += 1
-            if following[:1] in ")]}":
-                parsed = _parse_python(text)
+        if parsed is None:
+            text, count = self._joined(number, first)
+            parsed = _parse_python(text) if count > 1 else None
         statement = _understand(parsed, text)
-        if count == 1:
+        if count == 1 and len(first) <= _MAX_CACHED_CHARACTERS:
             if len(_CACHE) >= _MAX_CACHED_STATEMENTS:
                 _CACHE.clear()
             _CACHE[first] = statement
         return statement, count
+
+    def _joined(self, number: int, first: str) -> tuple[str, int]:
+        """A statement over several lines, and how many these are: up to where all that it opens is closed."""
+        lines = [first]
+        depth = _depth(first)
+        for line in self._lines[number + 1 : number + MAX_STATEMENT_LINES]:
+            following = line.strip()
+            if depth <= 0 or _source(following) is not None or _CLASS.match(following):
+                break
+            lines.append(re.sub(r"\s#[^\"']*$", "", following) if "#" in following else following)
+            depth += _depth(lines[-1])
+        return "\n".join(lines), len(lines)
 
     def _add(self, statement: _Statement) -> None:
         nodes, positions = self._open[-1][1].nodes, self._positions
@@ -468,55 +487,98 @@ def _shift(path: str) -> str:
     return f"{int(number[0]) + 1}{path[number.end() :]}" if number else path
 
 
-def _signature(text: str) -> Iterator[tuple[str, str]]:
-    """(name, annotation) of each parameter."""
+def _depth(text: str) -> int:
+    """How many brackets are opened, less those that are closed."""
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
+
+
+def _source(comment: str) -> Source | None:
+    """The source line that a comment names: `# File: /a/b.py:12 in forward, code: y = x + 1`."""
+    place, is_source, code = comment.partition("File: ")[2].partition(", code:")
+    where, _, function = place.rpartition(" in ")
+    file, _, line = where.rpartition(":")
+    if not (comment.startswith("#") and is_source and re.fullmatch(r"\d{1,9}", line)):
+        return None
+    return Source(file, int(line), function, code.strip())
+
+
+def _signature(text: str) -> Iterator[_Statement]:
+    """The inputs, but for `self`."""
     try:
         function = ast.parse(re.sub(r":\s*$", ": pass", text)).body[0]
+        if not isinstance(function, ast.FunctionDef):
+            return
     except (SyntaxError, ValueError, RecursionError, MemoryError, IndexError):
         inside = text.partition("(")[2]
-        for match in re.finditer(r'(\w+)\s*(?::\s*"([^"]*)")?\s*(?:=[^,"]*)?(?:,|\)|$)', inside):
-            yield match[1], match[2] or ""
-        return
-    if isinstance(function, ast.FunctionDef):
+        found = re.finditer(r'(\w+)\s*(?::\s*"([^"]*)")?\s*(?:=\s*([^,"]*))?(?:,|\)|$)', inside)
+        inputs = [(match[1], match[2] or "", match[3] or "") for match in found]
+    else:
         arguments = function.args
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            yield argument.arg, _text(argument.annotation) if argument.annotation is not None else ""
+        named = [*arguments.posonlyargs, *arguments.args]
+        defaults = [None] * (len(named) - len(arguments.defaults)) + [*arguments.defaults, *arguments.kw_defaults]
+        rest = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+        every = zip([*named, *arguments.kwonlyargs, *rest], [*defaults, *[None] * len(rest)], strict=True)
+        inputs = [(each.arg, _text(each.annotation), _text(default, quoted=True)) for each, default in every]
+    for name, annotation, default in inputs:
+        if name != "self":
+            leaves = (("default", default, False),) if default else ()
+            line = f'{name}: "{annotation}"' + (f" = {default}" if default else "")
+            yield _Statement(name, annotation, "placeholder", "", "", leaves, line)
 
 
 def _parse_python(text: str) -> list[ast.stmt] | None:
-    text = _DEVICE_INDEX.sub(r"\1)", text)
-    if "0x" in text:
-        text = _ADDRESS.sub("0x0", text)
+    """None for what is no Python, or nested too deep or too large for its parser."""
+    if len(text) > MAX_PARSED_CHARACTERS or _TOO_LARGE.search(text):
+        return None
     try:
-        return ast.parse(text).body
+        return ast.parse(_without_process(text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
+def _without_process(text: str) -> str:
+    """Without what differs between processes that run the same program."""
+    text = _DEVICE_INDEX.sub(r"\1)", text)
+    return _ADDRESS.sub("0x0", text) if "0x" in text else text
+
+
 def _understand(parsed: list[ast.stmt] | None, text: str) -> _Statement | None:
     """The statement, or None if it is no node (it deletes values, or unpacks the list of inputs)."""
-    line = _DEVICE_INDEX.sub(r"\1)", text).split(";  ")[0].strip()
+    line = _without_process(text)
+    end = len(line)
+    while (start := line.rfind(";", 0, end)) >= 0 and _DELETION.fullmatch(line, start, end):
+        end = start
+    line = line[:end].strip()
     try:
-        return _understand_python(parsed, line) if parsed else _as_tokens(text, line)
+        return _understand_python(parsed, line) if parsed else _as_words(line)
     except RecursionError:
-        return _as_tokens(text, line)
+        return _as_words(line)
 
 
 def _understand_python(parsed: list[ast.stmt], line: str) -> _Statement | None:
-    first = parsed[0]
+    statements = [statement for statement in parsed if not _deletes(statement)]
+    if not statements:
+        return None
+    first = statements[0]
     if isinstance(first, ast.Return):
         return _Statement("", "", "output", "", "output", tuple(_leaves(first.value, "")), line)
-    if isinstance(first, ast.AugAssign) and len(parsed) > 1:
-        name, annotation, _ = _assignment(parsed[1])
+    if isinstance(first, ast.AugAssign) and len(statements) == 2:  # x += 3;  y = x
+        name, annotation, _ = _assignment(statements[1])
         leaves = (*_leaves(first.target, "0"), *_leaves(first.value, "1"))
         return _Statement(name, annotation, "call", "", f"operator.i{_operator(first.op)}", leaves, line)
     name, annotation, value = _assignment(first)
-    if value is None:
-        return None if isinstance(first, ast.Expr) and "args_list" in line else _as_tokens(line, line)
-    if (isinstance(value, ast.Constant) and value.value is None) or name == "args_iter":
+    if name == "args_iter" or (isinstance(first, ast.Expr) and "args_list" in line):
         return None
+    if value is None or len(statements) > 1:
+        return _as_words(line)
     form, root, target, leaves = _expression(value)
     return _Statement(name, annotation, form, root, target, leaves, line)
+
+
+def _deletes(statement: ast.stmt) -> bool:
+    """Whether it is `x = None` or `x = y = None`."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else statement
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _assignment(statement: ast.stmt) -> tuple[str, str, ast.expr | None]:
@@ -527,8 +589,6 @@ def _assignment(statement: ast.stmt) -> tuple[str, str, ast.expr | None]:
         target = statement.targets[0]
         if isinstance(target, ast.Name):
             return target.id, "", statement.value
-    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-        return "", "", statement.value  # a = b = None
     return "", "", None
 
 
@@ -545,7 +605,7 @@ def _expression(value: ast.expr) -> tuple[str, str, str, tuple[tuple[str, str, b
             leaves.extend(_leaves(keyword.value, keyword.arg or "**"))
         return "call", root, target, tuple(leaves)
     if isinstance(value, ast.Name):
-        return "name", value.id, "", ()
+        return "name", value.id, "", (("0", value.id, True),)
     if isinstance(value, ast.Attribute):
         root, target = _dotted(value)
         return "attribute", root, target, ()
@@ -588,15 +648,23 @@ def _dotted(value: ast.expr) -> tuple[str, str]:
 
 def _leaves(value: ast.expr | None, path: str) -> Iterator[tuple[str, str, bool]]:
     if isinstance(value, (ast.Tuple, ast.List)):
+        left, right = "()" if isinstance(value, ast.Tuple) else "[]"
         for number, element in enumerate(value.elts):
-            yield from _leaves(element, f"{path}[{number}]" if path else str(number))
+            yield from _leaves(element, f"{path}{left}{number}{right}")
         if not value.elts:
-            yield path, "[]", False
+            yield path, left + right, False
     elif isinstance(value, ast.Dict):
         for key, element in zip(value.keys, value.values, strict=True):
-            yield from _leaves(element, f"{path}[{_text(key)}]")
-    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "slice":
-        for name, element in zip(("start", "stop", "step"), value.args, strict=False):
+            yield from _leaves(element, f"{path}{{{_text(key, quoted=True)}}}")
+        if not value.keys:
+            yield path, "{}", False
+    elif (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id == "slice"
+        and len(value.args) == 3
+    ):
+        for name, element in zip(("start", "stop", "step"), value.args, strict=True):
             yield from _leaves(element, f"{path}.{name}")
     elif isinstance(value, ast.Name):
         yield path, value.id, True
@@ -613,19 +681,39 @@ def _text(value: ast.expr | None, quoted: bool = False) -> str:
     return "" if value is None else ast.unparse(value)
 
 
-def _as_tokens(text: str, line: str) -> _Statement:
-    """A statement that is no Python (the repr of some object in it): its words and numbers are its leaves."""
-    head = re.match(r'(\w+)(?:\s*:\s*"([^"]*)")?\s*=\s*(.*)$', _ADDRESS.sub("0x0", line), re.DOTALL)
-    name, annotation, rest = (head[1], head[2] or "", head[3]) if head else ("", "", line)
+def _as_words(line: str) -> _Statement:
+    """A statement that Python's parser can't read, as the repr of some object in it.
+
+    The leaves are its arguments; of an argument with names in it, the names and what stands between them.
+    """
+    head = re.match(r'(\w+)(?:\s*:\s*"([^"]*)")?\s*=\s*(?!=)', line)
+    name, annotation, rest = (head[1], head[2] or "", line[head.end() :]) if head else ("", "", line)
     call = re.match(r"([A-Za-z_][\w.]*)\(", rest)
-    root, _, target = call[1].partition(".") if call else ("", "", "")
-    inside = rest[call.end() : rest.rfind(")")] if call else rest
-    leaves = tuple(
-        (str(number), token, token.isidentifier())
-        for number, token in enumerate(token for token in _TOKEN.findall(inside) if token not in ",()[]=")
-    )
-    form, target = ("call", target) if call else ("text", "text")
-    return _Statement(name, annotation, form, root, target, leaves, line)
+    form, root, target = "text", "", "text"
+    if call is not None and rest.endswith(")"):
+        rest = rest[call.end() : -1]
+        form, (root, _, target) = "call", call[1].partition(".")
+    elif rest.startswith("return "):
+        form, target, rest = "output", "output", rest[len("return ") :]
+    arguments: list[list[tuple[str, bool]]] = [[]]
+    depth = start = 0
+    for token in _TOKEN.finditer(rest):
+        is_next = token[0] == "," and depth == 0
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if is_next or token[0].isidentifier():
+            arguments[-1].append((rest[start : token.start()].strip(), False))
+            start = token.end()
+        if is_next:
+            arguments.append([])
+        elif token[0].isidentifier():
+            arguments[-1].append((token[0], True))
+    arguments[-1].append((rest[start:].strip(), False))
+    leaves: list[tuple[str, str, bool]] = []
+    for number, pieces in enumerate(arguments):
+        pieces = [piece for piece in pieces if piece[0]]
+        for place, (text, is_name) in enumerate(pieces):
+            leaves.append((f"{number}[{place}]" if len(pieces) > 1 else str(number), text, is_name))
+    return _Statement(name, annotation, form, root, target, tuple(leaves), line)
 
 
 def _annotation(

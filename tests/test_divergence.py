@@ -3,13 +3,17 @@
 
 import io
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from layout import TESTS, load
+from layout import PACKAGE, TESTS, child_environment, load, module_file
 
 _divergence = load("_divergence")
 _graph_diff = load("_graph_diff")
@@ -631,9 +635,8 @@ def run_job(tmp_path, variants, context=None):
         "out_text": str(tmp_path / "report.txt"),
         "out_html": str(tmp_path / "report.html"),
     }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    _divergence.run_job(str(tmp_path / "job.json"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "report.html", "report.txt"]
+    _divergence.run_job(job)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.txt"]
     return (tmp_path / "report.txt").read_text(), (tmp_path / "report.html").read_text()
 
 
@@ -676,22 +679,42 @@ def test_a_failure_of_the_comparison_still_names_the_ranks(tmp_path, monkeypatch
     assert "ranks 0-1" in report and "could not be compared: ZeroDivisionError: oops" in report
 
 
-@pytest.mark.parametrize("job", ["[]", "{}", '{"variants": 3}', '{"variants": [{}]}', "{"])
+def test_a_job_without_room_for_its_page_says_so_in_the_text(tmp_path):
+    variants = [{"ranks": [rank], "text": VOCABULARY[rank]} for rank in (0, 1)]
+    page = tmp_path / "missing" / "report.html"
+    _divergence.run_job({"variants": variants, "out_text": str(tmp_path / "report.txt"), "out_html": str(page)})
+    text = (tmp_path / "report.txt").read_text()
+    assert "18992 · rank" in text and "page could not be written" in text and str(page) in text
+    with pytest.raises(OSError, match="missing"):
+        _divergence.run_job({"variants": variants, "out_text": str(page), "out_html": str(page)})
+
+
+@pytest.mark.parametrize("job", ["[]", "{}", '{"variants": 3}', '{"variants": [{}]}', "{", "[" * 9999])
 def test_a_file_that_is_no_job_is_refused(tmp_path, job, capsys):
     (tmp_path / "job.json").write_text(job)
-    with pytest.raises(ValueError):
-        _divergence.run_job(str(tmp_path / "job.json"))
     assert _divergence.main(["--job", str(tmp_path / "job.json")]) == 2
+    assert "job.json: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"variants": 3}, {"variants": [{}]}, {"variants": [{"ranks": [0], "hosts": {"x": 1}}]}]
+)
+def test_a_job_that_is_none_leaves_a_text_that_says_so(tmp_path, fields):
+    (tmp_path / "job.json").write_text(
+        json.dumps(fields | {name: str(tmp_path / name) for name in ("out_text", "out_html")})
+    )
+    assert _divergence.main(["--job", str(tmp_path / "job.json")]) == 2
+    assert "no job for a report" in (tmp_path / "out_text").read_text()
 
 
 # --- Files ---
 
 
-def explain_files(tmp_path, files, html=None):
+def explain_files(tmp_path, files, html=None, times=1):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     out = io.StringIO()
-    status = _divergence.explain_files([str(tmp_path / name) for name in files], html, out)
+    status = _divergence.explain_files([str(tmp_path / name) for name in files] * times, html, out)
     return status, out.getvalue()
 
 
@@ -769,11 +792,10 @@ def test_equal_files_are_said_to_be_equal(tmp_path):
     ("files", "message"),
     [
         ({"rank0.txt": VOCABULARY[0]}, "at least two files"),
-        ({"rank0.txt": VOCABULARY[0], "rank1.txt": ""}, "rank1.txt holds no graph"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": ""}, "rank1.txt is empty"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": "Traceback (most recent call last):"}, "rank1.txt holds no graph"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": bytes(range(256)) * 9}, "rank1.txt is no text"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": random.Random(1).randbytes(999).replace(b"\0", b"")}, "no graph"),
-        ({"rank0.txt": VOCABULARY[0], "x.txt": VOCABULARY[0]}, "both of rank 0"),
         (
             {"rank0.txt": VOCABULARY[0], "rank1.txt": (TESTS / "data" / "aot_dynamic_cond.txt").read_text()},
             "have no graph in common",
@@ -786,15 +808,154 @@ def test_files_that_cannot_be_compared(tmp_path, files, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
+def test_files_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     good = tmp_path / "rank0.txt"
     good.write_text(VOCABULARY[0])
-    assert _divergence.main([str(good), str(tmp_path / "missing.txt")]) == 2
-    assert "missing.txt can't be read: No such file" in capsys.readouterr().err
-    assert _divergence.main([str(good), str(tmp_path)]) == 2
-    (tmp_path / "rank1.txt").write_text(VOCABULARY[1])
-    assert _divergence.main([str(good), str(tmp_path / "rank1.txt"), "--html", str(tmp_path / "no" / "x.html")]) == 2
-    assert "could not be written" in capsys.readouterr().err
+    for path, why in ((tmp_path / "missing.txt", "No such file"), (tmp_path, "Is a directory")):
+        assert _divergence.main([str(good), str(path)]) == 2
+        assert f"{path} can't be read: {why}" in capsys.readouterr().err
+    assert _divergence.main([str(good), "/dev/zero"]) == 2
+    assert "/dev/zero is no text" in capsys.readouterr().err
+    monkeypatch.setattr(_divergence, "MAX_FILE_BYTES", 5000)
+    (tmp_path / "large.txt").write_text("y" * 5001)
+    assert _divergence.main([str(good), str(tmp_path / "large.txt")]) == 2
+    assert "large.txt is larger than" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    paths = [tmp_path / "rank0.txt", tmp_path / "rank1.txt"]
+    for path, text in zip(paths, VOCABULARY, strict=False):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("name", ["missing/x.html", ".", "x" * 300])
+def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, two_files, name, capsys):
+    before = sorted(tmp_path.iterdir())
+    page = f"{tmp_path}/{name}"
+    assert _divergence.main([*two_files, "--html", page]) == 2
+    captured = capsys.readouterr()
+    assert f"could not be written to {page}: " in captured.err and ".part" not in captured.err
+    assert "18992 · rank" in captured.out, "the text is there all the same"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_device_is_written_as_it_is_and_stays_one(two_files, capsys):
+    assert _divergence.main([*two_files, "--html", "/dev/full"]) == 2
+    assert "could not be written to /dev/full: No space left" in capsys.readouterr().err
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("alias", ["itself", "symlink", "hard link", "dots"])
+def test_the_page_never_takes_the_place_of_an_input(tmp_path, two_files, alias, capsys):
+    page = tmp_path / "page.html"
+    if alias == "symlink":
+        page.symlink_to(two_files[1])
+    elif alias == "hard link":
+        page.hardlink_to(two_files[1])
+    else:
+        page = two_files[1] if alias == "itself" else f"{tmp_path}/../{tmp_path.name}/rank1.txt"
+    assert _divergence.main([*two_files, "--html", str(page)]) == 2
+    assert "would overwrite" in capsys.readouterr().err
+    assert Path(two_files[1]).read_text() == VOCABULARY[1]
+
+
+def test_a_page_of_before_is_replaced_also_through_a_link(tmp_path, two_files):
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("real.html")
+    assert _divergence.main([*two_files, "--html", str(tmp_path / "link.html")]) == 1
+    assert (tmp_path / "link.html").is_symlink()
+    assert_page_is_self_contained((tmp_path / "real.html").read_text())
+
+
+def test_two_files_of_one_rank_are_told_apart_by_their_place(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    page = tmp_path / "page.html"
+    status, out = explain_files(tmp_path, {"a/rank3.txt": VOCABULARY[0], "b/rank3.txt": VOCABULARY[0]}, str(page))
+    assert status == 0
+    for shown in (out, page.read_text()):
+        assert f"{tmp_path}/a/rank3.txt and {tmp_path}/b/rank3.txt are of one rank, 0" in shown
+        assert f"rank 1 is {tmp_path}/b/rank3.txt" in shown
+    assert "ranks 0-1 have the same 1 graph" in out
+    # Also the very same file.
+    assert "ranks 0-1 have the same 1 graph" in explain_files(tmp_path, {"x.txt": VOCABULARY[0]}, times=2)[1]
+
+
+def test_a_date_in_a_name_is_no_rank(tmp_path):
+    files = {f"dump-2024113000000{rank}.txt": without_rank(VOCABULARY[rank]) for rank in (0, 1)}
+    assert explain_files(tmp_path, files)[1].startswith("ranks 0-1 have 2")
+
+
+def command_line():
+    """The command that a user types, in the layout under test."""
+    module = f"{PACKAGE}.handshake" if PACKAGE else None
+    return [sys.executable, *(["-m", module] if module else [str(module_file("handshake"))]), "explain"]
+
+
+def test_the_command_line(two_files, tmp_path):
+    def run(*arguments, **options):
+        return subprocess.run(
+            [*command_line(), *arguments], env=child_environment(PYTHONIOENCODING="ascii"), cwd=tmp_path,
+            stderr=subprocess.PIPE, timeout=60, **options,
+        )  # fmt: skip
+
+    differ = run(*two_files, stdout=subprocess.PIPE)
+    assert (differ.returncode, differ.stderr) == (1, b"") and rb"= 18992 \xb7 rank" in differ.stdout
+    # `| head` has gone before anything is written.
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        gone = run(*two_files, stdout=closed)
+    assert (gone.returncode, gone.stderr) == (1, b"")
+    with open("/dev/full", "wb") as full:
+        no_room = run(*two_files, stdout=full)
+    assert no_room.returncode == 2
+    assert no_room.stderr.splitlines() == [b"error: the report could not be written: No space left on device"]
+    usage = run("--help", stdout=subprocess.PIPE)
+    assert usage.returncode == 0 and b"handshake" in usage.stdout and rb"FILE FILE \u2026 [--html PAGE]" in usage.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "changed"),
+    [
+        ("[" * 300 + "1" + "]" * 300, ("1", "2")),
+        ("[" * 90_000 + "1" + "]" * 90_000, ("1", "2")),
+        ("[1], 2", ("[1], 2", "1, [2]")),
+        ("'" + "z" * 3_000_000 + "0'", ("0'", "1'")),
+        ("[" + "1, " * 100_000 + "7]", ("7", "8")),
+        ("- " * 3000 + "1", ("1", "2")),
+        ("f(" * 3000 + "1" + ")" * 3000, ("1", "2")),
+        ("1" + "0" * 5000 + "1", ("01", "02")),
+        ("1e400", ("1e400", "2e400")),
+        ("(x, x)", ("(x, x)", "[x, x]")),
+        ("((x,), x)", ("((x,), x)", "(x, (x,))")),
+        ("{}", ("{}, ", "")),
+        ("{'0': 1}", ("'0'", "0")),
+        ("<obj at 0x123456>[0]", ("[0]", "[1]")),
+        ("<obj>, 'a;  b'", ("b'", "c'")),
+        ("k=1, j=2", ("k=1, j=2", "j=2, k=1")),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_whatever_differs_is_shown_to(tmp_path, argument, changed):
+    """However long or deep a statement is: nothing is cut before it is compared, and what is shown is not the same."""
+    texts = []
+    for side in changed:
+        head, _, tail = argument.rpartition(changed[0])
+        y = f'y: "f32[2]" = torch.f(x, 5, {head}{side}{tail});  x = None'
+        texts.append(
+            f'class G(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n        {y}\n        return (y,)\n'
+        )
+    status, out = explain_files(tmp_path, dict(zip(("a.txt", "b.txt"), texts, strict=True)))
+    assert status == 1
+    sides = re.findall(r"\n +rank 0: (.+)\n +rank 1: (.+)", out)
+    assert sides and all(left != right for left, right in sides), out
+    assert max(map(len, out.splitlines())) < 320
+    report = report_of(texts)
+    assert report.differences
+    assert_page_is_self_contained(report.html())
 
 
 @pytest.mark.parametrize("seed", range(8))
