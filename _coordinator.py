@@ -20,12 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if __package__:
     from . import _child, _protocol
     from ._consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
-    from ._reports import Finished, Reports
     from ._sockets import prepare_socket
     from ._splits import Record, Reply, Splits, SplitVote
     from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
@@ -33,16 +32,21 @@ else:
     import _child
     import _protocol
     from _consensus import Decision, Group, Outcome, _CollectiveHandshakeConsensus
-    from _reports import Finished, Reports
     from _sockets import prepare_socket
     from _splits import Record, Reply, Splits, SplitVote
     from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
+
+if TYPE_CHECKING:
+    if __package__:
+        from ._reports import Finished, Reports
+    else:
+        from _reports import Finished, Reports
 
 logger = logging.getLogger("torch_tpu.handshake")
 
 # A connection that has not said who it is by then is closed.
 HELLO_WITHIN_S = 10.0
-# Connections beyond the world's ranks: strangers, and ranks that connect again before the old connection is gone.
+# Connections that have not said who they are: all the world's ranks may come at once, and so many more.
 MAX_STRANGERS = 64
 # What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
@@ -56,12 +60,24 @@ ACCEPT_AGAIN_S = 1.0
 LOOK_AT_PARENT_S = 0.5
 # A selector can't sleep for longer than 24 days; a timeout may be set to any length.
 LONGEST_SLEEP_S = 3600.0
-# What the last bytes (a goodbye) may take.
+# What the last bytes (goodbyes) may take, to all ranks together.
 CLOSE_WITHIN_S = 1.0
 # How many of a group's last handshakes a report mentions.
 HANDSHAKES_BEFORE = 5
-# Hellos are checked for these facts; all ranks must have the same.
-FACTS_THAT_MUST_AGREE = ("world_size", "session", "stage", "torch", "torch_tpu")
+# Messages for the coordinator rank's log: so many different ones in a job, each once. Strangers can cause some.
+MAX_MESSAGES = 256
+# Hellos are checked for these facts: all ranks must have the same. And what to look at where one has not.
+FACTS_THAT_MUST_AGREE = {
+    "world_size": "Start all ranks with the same world size",
+    "session": (
+        "It is made of TORCHELASTIC_RUN_ID and MASTER_PORT: these differ within the job, or the coordinator of another "
+        "job is on this host and port; give each job a TORCH_TPU_INTERNAL_HANDSHAKE_PORT of its own"
+    ),
+    "stage": "Set TORCH_TPU_INTERNAL_HANDSHAKE_STAGE to the same on all ranks",
+    "on_timeout": "Set TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT to the same on all ranks",
+    "torch": "Install the same version on all ranks",
+    "torch_tpu": "Install the same version on all ranks",
+}
 
 _OUTCOMES = {
     Outcome.FAT: _protocol.FAT,
@@ -69,6 +85,7 @@ _OUTCOMES = {
     Outcome.TIMEOUT: _protocol.TIMEOUT,
     Outcome.PEER_LOST: _protocol.PEER_LOST,
 }
+
 
 class Config(NamedTuple):
     """What a coordinator must know. All of it can be written as JSON."""
@@ -85,7 +102,7 @@ Cast: TypeAlias = "tuple[_Connection, int, int, bytes, list[tuple[Group, int, in
 
 
 class _Connection:
-    """One peer: what was read and not understood yet, what is still to be sent, and who it is."""
+    """One peer: its address, what was read and not understood yet, what is still to be sent, and who it is."""
 
     __slots__ = (
         "decoder", "facts", "groups", "hello_by", "nonce", "peer", "rank", "sock", "timeout_s", "unsent", "unsent_bytes"
@@ -124,7 +141,7 @@ class Server:
         self._world_size = int(config.facts["world_size"])
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, config.timeout_s)
         self._splits = Splits(config.timeout_s, bool(config.debug), self._consensus.is_waiting)
-        self._reports = Reports(config.debug) if config.debug else None
+        self._reports = _reports_in(config.debug) if config.debug else None
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._strangers: set[_Connection] = set()
@@ -132,6 +149,9 @@ class Server:
         # By their ranks: every rank declares the world, and its ranks need to be checked only once.
         self._declared: dict[tuple[int, ...], Group] = {}
         self._accept_again: float | None = None
+        self._accept_failure = ""
+        self._messages: set[str] = set()  # for the coordinator rank's log
+        self._unread_messages: list[str] = []  # those for which it has not connected yet
         self._voted_at = 0.0  # when the last vote of this turn of the loop came; 0: none has
         self._last_reason = ("", b"")
         self._looks_at_parent = False
@@ -146,9 +166,9 @@ class Server:
         self._selector.register(self._control, selectors.EVENT_READ, None)
         parent_descriptor = self._watch_parent()
         self._looks_at_parent = self._parent is not None and parent_descriptor is None
-        reason = "the coordinator failed"
+        reason = f"rank {self._config.rank}, which coordinates, closed the handshake or exited"
         select, monotonic = self._selector.select, time.monotonic
-        seconds = None
+        seconds: float | None = 0.0
         try:
             while True:
                 for key, events in select(seconds):
@@ -159,7 +179,6 @@ class Server:
                         if events & selectors.EVENT_READ:
                             self._read(peer)
                     elif peer is None:
-                        reason = f"rank {self._config.rank}, which coordinates, closed the handshake or exited"
                         return
                     else:
                         peer()
@@ -175,6 +194,9 @@ class Server:
                 seconds = min(max(0.0, deadline - now), LONGEST_SLEEP_S)
                 if self._looks_at_parent and os.getppid() != self._parent:
                     return
+        except Exception as error:
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            logger.critical("handshake: %s", reason, exc_info=True)
         finally:
             self._close(reason)
             if parent_descriptor is not None:
@@ -223,7 +245,7 @@ class Server:
             for record in self._splits.reports_due(now):
                 facts = {rank: connection.facts for rank, connection in self._of_rank.items()}
                 self._reports.add(record, self._splits, facts, self._before(record))
-            for finished in self._reports.finished(now):
+            for finished in self._reports.finished():
                 self._send_report(finished)
         for connection in [c for c in self._strangers if c.hello_by <= now]:
             self._drop(connection, "it did not say who it is")
@@ -232,9 +254,12 @@ class Server:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _close(self, reason: str) -> None:
+        self._listener.close()
+        self._selector.close()
+        until = time.monotonic() + CLOSE_WITHIN_S
         for connection in self._connections:
             try:
-                connection.sock.settimeout(CLOSE_WITHIN_S)
+                connection.sock.settimeout(max(0.0, until - time.monotonic()))
                 for data in connection.unsent:
                     connection.sock.sendall(data)
                 connection.sock.sendall(_protocol.goodbye(reason))
@@ -242,10 +267,10 @@ class Server:
                 pass
             connection.sock.close()
         self._connections.clear()
+        for text in self._unread_messages:
+            logger.warning("handshake: %s", text)
         if self._reports is not None:
             self._reports.close()
-        self._selector.close()
-        self._listener.close()
         self._control.close()
 
     def abandon(self) -> None:
@@ -264,23 +289,36 @@ class Server:
             try:
                 sock, address = self._listener.accept()
             except (BlockingIOError, ConnectionError):
+                self._accept_failure = ""
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    logger.error("handshake coordinator: out of file descriptors; raise `ulimit -n`")
-                self._selector.unregister(self._listener)
-                self._accept_again = time.monotonic() + ACCEPT_AGAIN_S
+                self._pause_accepting(error)
                 return
             if len(self._strangers) >= MAX_STRANGERS + self._world_size:
                 sock.close()
                 continue
-            sock.setblocking(False)
-            prepare_socket(sock)
-            connection = _Connection(sock, f"{address[0]}:{address[1]}", time.monotonic() + HELLO_WITHIN_S)
+            try:
+                sock.setblocking(False)
+                prepare_socket(sock)
+            except OSError:  # a peer that is gone already
+                sock.close()
+                continue
+            connection = _Connection(sock, address[0], time.monotonic() + HELLO_WITHIN_S)
             self._connections.add(connection)
             self._strangers.add(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection)
             self._send(connection, _protocol.greeting(connection.nonce))
+
+    def _pause_accepting(self, error: OSError) -> None:
+        failure = f"connections can't be accepted: {error.strerror or error}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            failure += "; raise `ulimit -n`"
+        if failure != self._accept_failure:
+            self._accept_failure = failure
+            self._messages.discard(failure)  # it is said once each time that this begins
+            self._tell(failure)
+        self._selector.unregister(self._listener)
+        self._accept_again = time.monotonic() + ACCEPT_AGAIN_S
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -338,8 +376,7 @@ class Server:
         connection.facts = hello.facts
         refusal = self._refusal(connection, hello)
         if refusal:
-            self._send(connection, _protocol.refused(refusal))
-            self._drop(connection, refusal)
+            self._refuse(connection, refusal)
             return False
         rank = connection.rank = int(hello.facts["rank"])
         timeout_s = hello.facts.get("timeout_s")
@@ -350,8 +387,23 @@ class Server:
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
         self._consensus.set_label(rank, _label(connection.facts))
-        self._send(connection, _protocol.welcome({**self._config.facts, "debug": self._config.debug}))
+        about = {**self._config.facts, "timeout_s": self._config.timeout_s, "debug": self._config.debug}
+        self._send(connection, _protocol.welcome(about))
+        if rank == self._config.rank:
+            while self._unread_messages:
+                self._send(connection, _protocol.report({"log": self._unread_messages.pop(0)}))
         return True
+
+    def _refuse(self, connection: _Connection, refusal: str) -> None:
+        rank = connection.facts.get("rank")
+        # It is for a log, and may be a stranger's words.
+        refusal = "".join(character for character in refusal if character.isprintable())
+        self._tell(f"a connection from {connection.peer} was refused: {refusal}")
+        if type(rank) is int and 0 <= rank < self._world_size and rank not in self._of_rank:
+            # Those who wait for this rank are told.
+            self._consensus.set_label(rank, f"{_label(connection.facts)}, which was refused: {refusal}")
+        self._send(connection, _protocol.refused(refusal))
+        self._drop(connection, refusal)
 
     def _refusal(self, connection: _Connection, hello: _protocol.Hello) -> str:
         ours, theirs = self._config.facts, hello.facts
@@ -363,13 +415,13 @@ class Server:
                 f"{them} does not know the secret of {us}: it belongs to another job, or "
                 f"TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
             )
-        if not isinstance(rank, int) or not 0 <= rank < self._world_size:
+        if type(rank) is not int or not 0 <= rank < self._world_size:
             return f"{them} is outside the world of {self._world_size} ranks of {us}"
-        for fact in FACTS_THAT_MUST_AGREE:
+        for fact, what_to_do in FACTS_THAT_MUST_AGREE.items():
             mine, other = ours.get(fact), theirs.get(fact)
             if mine != other and mine is not None and other is not None:
                 name = fact.replace("_", " ") if fact != "torch_tpu" else fact
-                return f"{name} differs: {other} on {them}, {mine} on {us}. It must be the same on all ranks"
+                return f"{name} differs: {other} on {them}, {mine} on {us}. {what_to_do}"
         present = self._of_rank.get(rank)
         if present is not None:
             return (
@@ -503,7 +555,7 @@ class Server:
         # Of the votes, not of the ranks: one that was promised an exchange for an earlier vote was told its end too.
         exchange = record.number if record.plan else 0
         for decision, vote in zip(together, votes, strict=True):
-            flags = _protocol.SEND_GRAPH if self._splits.asks_for_graph(record, vote) else 0
+            flags = _protocol.SEND_GRAPH if self._splits.asks_for_graph(record, vote, now) else 0
             self._send_refusal(decision, flags, exchange)
         self._reply(replies)
 
@@ -538,7 +590,7 @@ class Server:
 
     def _before(self, record: Record) -> list[str]:
         """The handshakes on the record's largest group before it, oldest first."""
-        group, limit, _ = max(record.voters_at, key=lambda span: (len(span[0].ranks), -span[1]))
+        group, limit, _ = max(record.spans, key=lambda span: (len(span[0].ranks), -span[1]))
         before = [
             f"[{start}, {end}) on {group.name}: {outcome}"
             for start, end, outcome in sorted(self._recent.get(group, []))
@@ -546,13 +598,26 @@ class Server:
         ]
         return before[-HANDSHAKES_BEFORE:]
 
-    def _send_report(self, finished: Finished) -> None:
+    def _send_report(self, finished: "Finished") -> None:
+        if finished.failure:
+            self._tell(finished.failure)
         whole = {"text": finished.text, "path": finished.path}
         pointer = {"path": finished.path, "rank": self._config.rank}
-        for rank in finished.ranks | {self._config.rank}:
+        for rank in finished.ranks | {self._config.rank} if finished.text else ():
             connection = self._of_rank.get(rank)
             if connection is not None:
                 self._send(connection, _protocol.report(whole if rank == self._config.rank else pointer))
+
+    def _tell(self, text: str) -> None:
+        """Has it logged on the coordinator rank, in that rank's own process, unless it was before."""
+        if text in self._messages or len(self._messages) >= MAX_MESSAGES:
+            return
+        self._messages.add(text)
+        connection = self._of_rank.get(self._config.rank)
+        if connection is None:
+            self._unread_messages.append(text)
+        else:
+            self._send(connection, _protocol.report({"log": text}))
 
     # ------------------------------------------------------------------ sending
 
@@ -595,6 +660,15 @@ class Server:
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
 
 
+def _reports_in(folder: str) -> "Reports":
+    # Imported only where reports are made: it brings along more than all the rest.
+    if __package__:
+        from ._reports import Reports
+    else:
+        from _reports import Reports
+    return Reports(folder)
+
+
 def _label(facts: dict[str, Any]) -> str:
     return f"{facts.get('host', '?')}:{facts.get('pid', '?')}"
 
@@ -623,13 +697,14 @@ class Coordinator:
             try:
                 self._start_process(listener, theirs, config)
                 return
-            except (OSError, ValueError, HandshakeError) as error:
+            except (OSError, ValueError) as error:
                 logger.warning(
                     "handshake: the coordinator could not be started as a process (%s); it runs as a thread, which "
                     "makes every handshake slower while this process is busy",
                     error,
                 )
                 self._reap()
+                theirs.close()
                 self._control.close()
                 self._control, theirs = socket.socketpair()
         self._server = Server(listener, theirs, config, None)

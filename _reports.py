@@ -1,40 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has the graphs of a split compared, in a process of its own, so that no verdict waits for it.
 
-The comparison is `_divergence`'s. What goes to it is a job file in the debug folder; what comes back are a text for the
-log and a page to look at, both in that folder.
+A thread feeds one comparison after the other: a folder on a file system that hangs stops nothing but the reports. The
+graphs stay as the ranks sent them; unpacking them, and comparing them, which is `_divergence`'s, is the process's.
+What comes back is a text for the log and a page to look at, both in the debug folder.
 """
 
 import json
-import logging
 import os
+import queue
 import subprocess
+import sys
+import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 if __package__:
     from . import _child
-    from ._splits import Record, Splits
+    from ._splits import MAX_REPORTS, Record, Splits
     from ._vocabulary import format_ranks
 else:
     import _child
-    from _splits import Record, Splits
+    from _splits import MAX_REPORTS, Record, Splits
     from _vocabulary import format_ranks
 
-logger = logging.getLogger("torch_tpu.handshake")
-
-# Comparisons at once; the host's cores belong to the job.
-MAX_PROCESSES = 1
-# Comparisons that wait for their turn; further splits go unexplained.
+# Comparisons under way: one runs, since the host's cores belong to the job, and the others wait. A job that splits in
+# more ways at once is explained by the first ones.
 MAX_WAITING = 64
 # What one comparison may take.
 COMPARE_WITHIN_S = 120.0
-# How often a comparison that runs is looked at.
+# How often it is looked whether a comparison has ended.
 LOOK_EVERY_S = 0.05
-# A graph's text, unpacked; the rest is cut, and the report says so.
+# A graph's text, unpacked, and all texts of one comparison; the rest is cut, and the report says so.
 MAX_TEXT_BYTES = 64 * 2**20
+MAX_TEXTS_BYTES = 512 * 2**20
+# A report's text, which goes into a log: it has a screen or two.
+MAX_REPORT_CHARACTERS = 2**18
+# What is said of a failed one.
+MAX_FAILURE_BYTES = 1000
 # What a comparison that runs at the end may still take.
 CLOSE_WITHIN_S = 1.0
 
@@ -42,20 +48,21 @@ VERSIONS = ("python", "torch", "torch_tpu")
 
 
 class Finished(NamedTuple):
-    """A comparison that has ended: its text, the path of its page (empty if there is none), the ranks of the split."""
+    """What came of a comparison: its text and the path of its page, empty if there is none; the ranks of the split;
+    and what failed, or empty."""
 
     text: str
     path: str
     ranks: set[int]
+    failure: str
 
 
-class _Running(NamedTuple):
-    process: "subprocess.Popen[bytes]"
-    job_path: str
-    text_path: str
-    html_path: str
+class _Job(NamedTuple):
+    """What goes to the process: a line of JSON, and the graphs, each as long as it says there."""
+
+    head: dict[str, Any]
+    graphs: list[bytes]
     ranks: set[int]
-    until: float
 
 
 class Reports:
@@ -64,9 +71,14 @@ class Reports:
     def __init__(self, folder: str) -> None:
         """`folder` is where the reports go; it is made when the first one is."""
         self._folder = folder
-        self._waiting: list[tuple[dict[str, Any], set[int]]] = []
-        self._running: list[_Running] = []
         self._number = 0
+        self._under_way = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._finished: deque[Finished] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="handshake-reports", daemon=True)
+        self._thread.start()
 
     def add(self, record: Record, splits: Splits, facts: Mapping[int, Mapping[str, Any]], before: list[str]) -> None:
         """Takes a split component to be explained.
@@ -77,21 +89,28 @@ class Reports:
             facts: what each rank said of itself when it connected.
             before: the handshakes on its largest group before it, a line each.
         """
-        if len(self._waiting) >= MAX_WAITING:
-            logger.warning("handshake: too many splits wait to be explained; one is left out: %s", record.reason)
+        self._under_way += 1
+        if self._under_way > MAX_WAITING:
+            failure = f"splits are left unexplained: {MAX_WAITING} wait for their turn"
+            self._finished.append(Finished("", "", set(), failure))
             return
         variants = []
+        graphs = []
         lacking: dict[str, list[int]] = {}
         for digest, ranks in record.variants().items():
-            text, note = _unpack(splits.graph(digest))
-            if note:
-                lacking.setdefault(note, []).extend(ranks)
+            graph, why_none = splits.graph(record, digest)
+            graphs.append(graph)
+            if why_none:
+                lacking.setdefault(why_none, []).extend(ranks)
             hosts = {rank: f"{facts[rank].get('host')}:{facts[rank].get('pid')}" for rank in ranks if rank in facts}
-            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "text": text, "hosts": hosts})
+            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "bytes": len(graph), "hosts": hosts})
         notes = [f"{format_ranks(ranks)}: {note}" for note, ranks in lacking.items()]
         if record.missing:
             notes.append(f"{format_ranks(record.missing)} had not voted when this was written")
-        spans = sorted(record.voters_at, key=lambda span: (-len(span[0].ranks), span[1]))
+        self._number += 1
+        if self._number == MAX_REPORTS:
+            notes.append(f"this is report {MAX_REPORTS:,} of the job, and the last")
+        spans = sorted(record.spans, key=lambda span: (-len(span[0].ranks), span[1]))
         context = {
             "groups": [{"ranks": list(group.ranks), "span": [start, end]} for group, start, end in spans],
             "before": before,
@@ -103,83 +122,120 @@ class Reports:
                 if rank in facts
             },
         }
-        self._waiting.append(({"variants": variants, "context": context}, set(record.votes)))
-        self._start()
+        stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{self._number:04d}")
+        head = {"variants": variants, "context": context, "out_text": stem + ".txt", "out_html": stem + ".html"}
+        self._jobs.put(_Job(head, graphs, set(record.votes)))
 
     def next_look(self) -> float | None:
-        """When to call `finished`, or None if nothing runs."""
-        return time.monotonic() + LOOK_EVERY_S if self._running else None
+        """When to call `finished`, or None if nothing is under way."""
+        return time.monotonic() + LOOK_EVERY_S if self._under_way else None
 
-    def finished(self, now: float) -> list[Finished]:
+    def finished(self) -> list[Finished]:
         """The comparisons that have ended since the last call."""
-        ended = [running for running in self._running if running.process.poll() is not None or running.until <= now]
-        found = []
-        for running in ended:
-            self._running.remove(running)
-            _end(running.process)
-            try:
-                with open(running.text_path, encoding="utf-8") as file:
-                    found.append(Finished(file.read(), running.html_path, running.ranks))
-            except OSError as error:
-                found.append(Finished(f"the graphs could not be compared: {error}", "", running.ranks))
-            _remove(running.job_path)
-        if ended:
-            self._start()
-        return found
+        ended = [self._finished.popleft() for _ in range(len(self._finished))]
+        self._under_way -= len(ended)
+        return ended
 
     def close(self) -> None:
         """Ends what runs, after a moment for it to finish. Leaves no process behind."""
-        for running in self._running:
-            try:
-                running.process.wait(CLOSE_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                pass
-            _end(running.process)
-            _remove(running.job_path)
+        self._closed = True
+        self._jobs.put(None)
+        self._thread.join(CLOSE_WITHIN_S)
+        if self._process is not None:
+            self._process.kill()
+        self._thread.join(CLOSE_WITHIN_S)
 
-    def _start(self) -> None:
-        while self._waiting and len(self._running) < MAX_PROCESSES:
-            job, ranks = self._waiting.pop(0)
-            self._number += 1
-            stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{self._number:04d}")
-            job["out_text"], job["out_html"] = stem + ".txt", stem + ".html"
-            job_path = stem + ".job.json"
-            try:
-                os.makedirs(self._folder, exist_ok=True)
-                with open(job_path, "w", encoding="utf-8") as file:
-                    json.dump(job, file)
-                process = subprocess.Popen(
-                    _child.command("_divergence", "--job", job_path),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            except OSError as error:
-                logger.warning("handshake: a split can't be explained in %s: %s", self._folder, error)
-                continue
-            until = time.monotonic() + COMPARE_WITHIN_S
-            self._running.append(_Running(process, job_path, stem + ".txt", stem + ".html", ranks, until))
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._closed:
+            self._finished.append(self._compare(job))
+
+    def _compare(self, job: _Job) -> Finished:
+        said, text, failure = b"", "", ""
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            command = _child.command("_reports")
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+                self._process = process
+                try:
+                    if not self._closed:
+                        data = b"".join((json.dumps(job.head).encode(), b"\n", *job.graphs))
+                        said, _ = process.communicate(data, COMPARE_WITHIN_S)
+                finally:
+                    process.kill()  # if it has not ended
+            if process.returncode:
+                failure = said.decode("utf-8", "replace") or f"its process ended with status {process.returncode}"
+            if os.path.exists(job.head["out_text"]):
+                with open(job.head["out_text"], encoding="utf-8", errors="replace") as file:
+                    text = file.read(MAX_REPORT_CHARACTERS)
+        except subprocess.TimeoutExpired:
+            failure = f"a comparison took more than {COMPARE_WITHIN_S:.0f} s"
+        except Exception as error:
+            failure = _why(error)
+        if failure:
+            failure = f"splits can't be explained in {self._folder}: {failure}"
+        path = job.head["out_html"]
+        return Finished(text, path if os.path.exists(path) else "", job.ranks, failure)
 
 
-def _unpack(compressed: bytes | None) -> tuple[str, str]:
+# ---------------------------------------------------------------------- the process
+
+
+def main(arguments: list[str]) -> int:
+    """The process of one comparison. The job is on its standard input: a line of JSON, which is a job of `_divergence`
+    but for the texts, and the graphs, one after the other. What fails is said on the standard output.
+
+    Returns:
+        The exit status.
+    """
+    if __package__:
+        from . import _divergence
+    else:
+        import _divergence
+    try:
+        _divergence.run_job(_read_job(sys.stdin.buffer))
+    except Exception as error:
+        sys.stdout.buffer.write(_why(error).encode("utf-8", "replace")[:MAX_FAILURE_BYTES])
+        return 2
+    return 0
+
+
+def _read_job(source: BinaryIO) -> dict[str, Any]:
+    job: dict[str, Any] = json.loads(source.readline())
+    left = MAX_TEXTS_BYTES
+    notes: dict[str, list[int]] = {}
+    for variant in job["variants"]:
+        # By its length: whoever was forked meanwhile may hold the other end open.
+        compressed = source.read(variant.pop("bytes"))
+        text, note = _unpack(compressed, min(left, MAX_TEXT_BYTES))
+        left -= len(text)
+        variant["text"] = text.decode("utf-8", "replace")
+        if note:
+            notes.setdefault(note, []).extend(variant["ranks"])
+    job["context"]["notes"] += [f"{format_ranks(ranks)}: {note}" for note, ranks in notes.items()]
+    return job
+
+
+def _unpack(compressed: bytes, most_bytes: int) -> tuple[bytes, str]:
     """A graph's text, and a note on what is missing of it."""
-    if compressed is None:
-        return "", "no graph was received; pass graph_module_str to the vote"
+    if not compressed:
+        return b"", ""
     unpacker = zlib.decompressobj()
     try:
-        text = unpacker.decompress(compressed, MAX_TEXT_BYTES).decode("utf-8", "replace")
+        text = unpacker.decompress(compressed, most_bytes + 1)
     except zlib.error as error:
-        return "", f"the graph could not be unpacked: {error}"
-    return text, f"the graph was cut at {MAX_TEXT_BYTES} bytes" if unpacker.unconsumed_tail else ""
+        return b"", f"the graph can't be unpacked: {error}"
+    if len(text) > most_bytes:
+        return text[:most_bytes], (
+            f"the graph is cut: a comparison takes at most {MAX_TEXT_BYTES >> 20} MiB of one graph, and "
+            f"{MAX_TEXTS_BYTES >> 20} MiB of all"
+        )
+    return text, "" if unpacker.eof else "the graph came cut off"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass  # it is only a leftover
+def _why(error: Exception) -> str:
+    """What is wrong, without the file's name: the same for every split that it hinders."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -13,15 +13,18 @@ That takes some rounds, each a gathering of all the ranks of the component, answ
     AGREE       whether all gave the same digest
 
 Only a yes in AGREE lets anybody run anything fat. An exchange is called off for all, in one step, as soon as it can't
-complete: spans differ, a rank does not take part, is lost, has gone past, or is blocked in another vote. The ranks
-run skinny then, as they would without it; waiting for a plan never makes a cycle of waits.
+complete: spans differ, a rank does not take part, is lost, has gone past, or is blocked in another vote; or once the
+coordinator's timeout has passed since the split, whichever ranks take part and whatever their own timeouts are. The
+ranks run skinny then, as they would without it; waiting for a plan never makes a cycle of waits.
 
-*The report.* So that the difference can be explained, one graph is asked for each distinct fingerprint, at most once in
-the job. A set of fingerprints that was explained once is not explained again: a job may split at every step.
+*The report.* So that the difference can be explained, one graph is asked for each distinct fingerprint, of one rank. A
+rank that was asked and does not send it keeps others from being asked for `GRAPH_WITHIN_S`. A set of fingerprints is
+explained again only where graphs of it have come in since: a job may split at every step.
 """
 
+import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 if __package__:
@@ -38,13 +41,15 @@ else:
 MAX_RECORDS = 256
 # Graphs that one report compares; with one variant for each rank, further ones show nothing new.
 MAX_VARIANTS = 64
-# Graphs, compressed, that are kept for reports; past either bound no more are asked for.
+# Graphs, compressed, that are kept for reports or on their way; past either bound no more are asked for.
 MAX_GRAPHS = 1024
 MAX_GRAPHS_BYTES = 256 * 2**20
+# Reports of one job. What differs between its graphs is known long before.
+MAX_REPORTS = 1024
 # A report is made when the component is complete and its graphs are in, or so long after the split.
 REPORT_WAIT_S = 10.0
-# How long a record is kept for latecomers, where no timeout is set.
-RECORD_KEPT_S = 60.0
+# A graph that was asked for and has not come by then is asked of others; printing one of 100,000 nodes takes seconds.
+GRAPH_WITHIN_S = 60.0
 
 _RANK = struct.Struct("!I")
 
@@ -76,30 +81,30 @@ class Record:
     __slots__ = (
         "agreed",
         "bitmap",
+        "compared",
         "digests",
         "heard",
         "kept_until",
+        "left_out",
         "missing",
         "number",
-        "opened",
         "plan",
         "promised",
         "reason",
         "reference",
         "report_due",
         "round",
-        "voters_at",
+        "spans",
         "votes",
     )
 
-    def __init__(self, number: int, reason: str, now: float, kept_until: float) -> None:
+    def __init__(self, number: int, reason: str, kept_until: float) -> None:
         self.number = number
         self.reason = reason
-        self.opened = now
         self.kept_until = kept_until
         self.votes: dict[int, SplitVote] = {}
         self.digests: set[bytes] = set()
-        self.voters_at: dict[Span, set[int]] = {}
+        self.spans: dict[Span, None] = {}  # in the order in which they were voted on
         self.missing: set[int] = set()
         # The exchange: open until it is agreed or called off.
         self.plan = True
@@ -111,13 +116,15 @@ class Record:
         self.agreed: set[bytes] = set()
         # The report: made by then at the latest; None if there is none to be made.
         self.report_due: float | None = None
+        self.compared: set[bytes] = set()  # the fingerprints whose graphs it compares: those that came first
+        self.left_out: dict[bytes, str] = {}  # the others that have graphs, and which bound leaves them out
 
-    def overlaps(self, spans: list[Span]) -> bool:
+    def overlaps(self, spans: Iterable[Span]) -> bool:
         """Whether any of the spans meets one of the component's."""
         return any(
             group is mine and start < end_of_mine and start_of_mine < end
             for group, start, end in spans
-            for mine, start_of_mine, end_of_mine in self.voters_at
+            for mine, start_of_mine, end_of_mine in self.spans
         )
 
     def variants(self) -> dict[bytes, list[int]]:
@@ -128,25 +135,33 @@ class Record:
         return dict(sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0])))
 
 
+class _Asked(NamedTuple):
+    """Who was asked for a graph, and when it is asked of others."""
+
+    rank: int
+    vote_number: int
+    until: float
+
+
 class Splits:
     """The split components of a job, and their exchanges."""
 
-    def __init__(self, timeout_s: float | None, explain: bool, is_waiting: Callable[[int], bool]) -> None:
+    def __init__(self, timeout_s: float, explain: bool, is_waiting: Callable[[int], bool]) -> None:
         """
         Args:
-            timeout_s: how long ranks wait in an exchange for the others, in seconds.
+            timeout_s: how long after the split an exchange may take, in seconds: the coordinator's timeout.
             explain: whether graphs are asked for and reports made.
             is_waiting: whether a rank waits for the answer to a vote, so that it can't come to an exchange.
         """
         self._is_waiting = is_waiting
-        self._kept_s = RECORD_KEPT_S if timeout_s is None else timeout_s
+        self._timeout_s = timeout_s
         self._explain = explain
         self._records: dict[int, Record] = {}
         self._numbers = 0
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._graphs_bytes = 0
-        self._asked: dict[tuple[int, int], bytes] = {}  # digests of graphs that are on their way, by rank and vote
-        self._explained: set[frozenset[bytes]] = set()
+        self._asked: dict[bytes, _Asked] = {}  # graphs that are on their way, by digest; the first asked for first
+        self._explained: set[bytes] = set()
 
     # ------------------------------------------------------------------ votes
 
@@ -156,14 +171,16 @@ class Splits:
         The ranks in the record's `promised` afterwards take part in the exchange of its number.
         """
         replies: list[Reply] = []
-        met = [record for record in self._records.values() if any(record.overlaps(vote.spans) for vote in votes)]
+        # Thousands of votes that are answered together mostly have the same spans.
+        spans = {span for vote in votes for span in vote.spans}
+        met = [record for record in self._records.values() if record.overlaps(spans)]
         if met:
             record = met[0]
         else:
             self._make_room(replies)
             self._numbers += 1
-            record = self._records[self._numbers] = Record(self._numbers, reason, now, now + self._kept_s)
-            if self._explain:
+            record = self._records[self._numbers] = Record(self._numbers, reason, now + self._timeout_s)
+            if self._explain and len(self._explained) < MAX_REPORTS:
                 record.report_due = now + REPORT_WAIT_S
         waited_for = set(record.missing)
         for vote in votes:
@@ -190,8 +207,8 @@ class Splits:
 
     def drop_rank(self, rank: int) -> list[Reply]:
         """A rank is gone."""
-        for asked in [asked for asked in self._asked if asked[0] == rank]:
-            del self._asked[asked]
+        for digest in [digest for digest, asked in self._asked.items() if asked.rank == rank]:
+            del self._asked[digest]
         replies: list[Reply] = []
         for record in self._open_plans():
             if rank in record.missing or rank in record.votes:
@@ -222,8 +239,11 @@ class Splits:
     # ------------------------------------------------------------------ exchanges
 
     def contribute(self, rank: int, exchange: int, round_number: int, payload: bytes) -> list[Reply]:
-        """Takes one rank's part in one round. A part that comes too late, or that nobody asked for, calls the
-        exchange off."""
+        """Takes one rank's part in one round, `payload` being what the round asks for.
+
+        A part of another round than the exchange is in, or a second one of the same rank, calls the exchange off. A
+        part in an exchange that has ended, or of a rank that does not belong to it, is ignored.
+        """
         record = self._records.get(exchange)
         if record is None or not record.plan or rank not in record.votes:
             return []  # it was called off, and the rank has been told
@@ -256,45 +276,65 @@ class Splits:
 
     # ------------------------------------------------------------------ reports
 
-    def asks_for_graph(self, record: Record, vote: SplitVote) -> bool:
-        """Whether this vote's rank should send its graph: nobody was asked for one of its fingerprint yet."""
-        if not (self._explain and vote.has_graph) or record.report_due is None:
+    def asks_for_graph(self, record: Record, vote: SplitVote, now: float) -> bool:
+        """Whether this vote's rank should send its graph: its report is to compare it, and nobody has sent one of its
+        fingerprint or is about to."""
+        digest = vote.digest
+        if record.report_due is None or not vote.has_graph:
             return False
-        if vote.digest in self._graphs or vote.digest in self._asked.values():
+        if digest not in record.compared and len(record.compared) >= MAX_VARIANTS:
+            record.left_out[digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
             return False
-        if len(record.digests) > MAX_VARIANTS:
-            return False
-        if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or self._graphs_bytes >= MAX_GRAPHS_BYTES:
-            return False
-        self._asked[vote.rank, vote.number] = vote.digest
-        return True
+        while self._asked and (first := next(iter(self._asked.items())))[1].until <= now:
+            del self._asked[first[0]]
+        is_known = digest in self._graphs or digest in self._asked
+        if not is_known:
+            if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or self._graphs_bytes >= MAX_GRAPHS_BYTES:
+                record.left_out[digest] = (
+                    f"left out: at most {MAX_GRAPHS:,} graphs of a job are kept, and {MAX_GRAPHS_BYTES >> 20} MiB"
+                )
+                return False
+            self._asked[digest] = _Asked(vote.rank, vote.number, now + GRAPH_WITHIN_S)
+        record.compared.add(digest)
+        return not is_known
 
     def add_graph(self, rank: int, vote_number: int, compressed: bytes) -> None:
         """Takes a graph that was asked for. Others are ignored."""
-        digest = self._asked.pop((rank, vote_number), None)
-        if digest is not None:
-            self._graphs[digest] = compressed
-            self._graphs_bytes += len(compressed)
+        for digest, asked in self._asked.items():
+            if (asked.rank, asked.vote_number) == (rank, vote_number):
+                del self._asked[digest]
+                self._graphs[digest] = compressed
+                self._graphs_bytes += len(compressed)
+                return
 
-    def graph(self, digest: bytes) -> bytes | None:
-        """The graph of that fingerprint, compressed, if it has arrived."""
-        return self._graphs.get(digest)
+    def graph(self, record: Record, digest: bytes) -> tuple[bytes, str]:
+        """The graph of one of the record's fingerprints, compressed, for its report; where there is none, empty, and
+        why."""
+        if digest not in record.compared:
+            return b"", record.left_out.get(digest, "no graph was given; pass graph_module_str to the vote")
+        graph = self._graphs.get(digest)
+        return (b"", "the graph was asked for and has not come") if graph is None else (graph, "")
 
     def reports_due(self, now: float) -> list[Record]:
         """The records whose report can be made now: their ranks and graphs are all in, or have been waited for long
-        enough. Each is returned once, and none whose fingerprints were explained before."""
+        enough. Each is returned once, and none whose fingerprints were explained before with the same graphs."""
         due = []
-        on_their_way = set(self._asked.values())
         for record in [record for record in self._records.values() if record.report_due is not None]:
-            complete = not record.missing and on_their_way.isdisjoint(record.digests)
+            complete = not record.missing and self._asked.keys().isdisjoint(record.compared)
             if complete or (record.report_due is not None and record.report_due <= now):
                 record.report_due = None
-                digests = frozenset(record.digests)
-                if digests not in self._explained and len(self._explained) < MAX_GRAPHS:
-                    self._explained.add(digests)
+                key = self._key_of_report(record)
+                if key not in self._explained and len(self._explained) < MAX_REPORTS:
+                    self._explained.add(key)
                     due.append(record)
                 self._forget_if_done(record)
         return due
+
+    def _key_of_report(self, record: Record) -> bytes:
+        """Equal for records with the same fingerprints and the same graphs to compare. A hash: there may be
+        thousands of each."""
+        graphs = sorted(record.compared & self._graphs.keys())
+        return hashlib.sha256(b"".join((*sorted(record.digests), b"graphs", *graphs))).digest()
 
     # ------------------------------------------------------------------ within
 
@@ -308,8 +348,8 @@ class Splits:
         """Whether any exchange is under way."""
         return bool(self._records) and any(record.plan for record in self._records.values())
 
-    def _open_plans(self) -> Iterator[Record]:
-        return iter([record for record in self._records.values() if record.plan])
+    def _open_plans(self) -> list[Record]:
+        return [record for record in self._records.values() if record.plan]
 
     def _include(self, record: Record, vote: SplitVote) -> list[Reply]:
         """Puts the vote into the record, and finds whether the record can still have a plan."""
@@ -322,18 +362,17 @@ class Splits:
         record.digests.add(vote.digest)
         record.missing.discard(vote.rank)
         for span in vote.spans:
+            if span in record.spans:
+                continue
             group, start, end = span
-            voters = record.voters_at.get(span)
-            if voters is None:
-                if any(g is group and s < end and start < e for g, s, e in record.voters_at):
-                    why_not = why_not or "spans differ"
-                voters = record.voters_at[span] = set()
-                record.missing |= group.members - record.votes.keys()
-                if any(other in group.members and span not in their.spans for other, their in record.votes.items()):
-                    why_not = why_not or "spans differ"
-            voters.add(vote.rank)
-        for group, start, end in record.voters_at:
-            if vote.rank in group.members and (group, start, end) not in vote.spans:
+            if any(g is group and s < end and start < e for g, s, e in record.spans):
+                why_not = why_not or "spans differ"
+            record.spans[span] = None
+            record.missing |= group.members - record.votes.keys()
+            if any(other in group.members and span not in their.spans for other, their in record.votes.items()):
+                why_not = why_not or "spans differ"
+        for span in record.spans:
+            if vote.rank in span[0].members and span not in vote.spans:
                 why_not = why_not or "spans differ"
         return self._call_off(record, why_not) if why_not else []
 
@@ -341,7 +380,7 @@ class Splits:
         """Which of these missing ranks have gone past, or are blocked in a vote or another exchange; empty if none."""
         past = {
             rank
-            for group, start, _ in record.voters_at
+            for group, start, _ in record.spans
             for rank in ranks & group.members
             if group.frontier.get(rank, 0) > start
         }

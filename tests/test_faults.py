@@ -2,7 +2,9 @@
 """Processes that die, strangers at the door, and what is left when it is over: with real processes."""
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import random
 import selectors
@@ -19,6 +21,7 @@ from layout import TESTS, child_environment, load
 from ranks import PATIENCE_S, Peer, handshake, job, request, submit_all, until
 
 _child = load("_child")
+_coordinator = load("_coordinator")
 _protocol = load("_protocol")
 _vocabulary = load("_vocabulary")
 
@@ -284,6 +287,211 @@ def test_strangers_disturb_nobody():
         # All fat until rank 0 differed, which all the others saw.
         assert results.count(False) == 3 and results.count(True) >= 3, f"seed {seed}"
         assert [h.stats()["split"] for h in ranks] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------------- a coordinator in trouble
+
+
+class Serving:
+    """A coordinator's server in a thread, and peers that are played frame by frame."""
+
+    def __init__(self, parent=None, listener=None, **facts):
+        self.facts = {"rank": 0, "world_size": 2, "session": "s", "stage": "DISPATCH_STAGE", "host": "here", "pid": 1}
+        self.facts |= facts
+        listener = listener or socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.control, theirs = socket.socketpair()
+        config = _coordinator.Config(0, self.facts, "", 30.0, "")
+        self.server = _coordinator.Server(listener, theirs, config, parent)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.peers = []
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.control.close()
+        for peer in self.peers:
+            peer.sock.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+    def peer(self):
+        self.peers.append(Peer(self.port))
+        return self.peers[-1]
+
+    def rank(self, rank, **facts):
+        """A peer, and the answer to its hello."""
+        peer = self.peer()
+        facts = self.facts | {"host": "there", "pid": 70 + rank} | facts
+        del facts["rank"]
+        return peer, peer.hello(rank, **facts)
+
+    def end(self, *peers):
+        """Ends it; returns what these peers had not received yet."""
+        self.control.close()
+        return [list(iter(peer.receive, None)) for peer in peers]
+
+
+def goodbye(reason):
+    return [_protocol.Goodbye(reason)]
+
+
+def test_an_error_in_the_coordinator_is_named_to_everybody(monkeypatch, caplog):
+    def fail(server, connection, message):
+        raise KeyError("what a surprise")
+
+    monkeypatch.setattr(_coordinator.Server, "_declare", fail)
+    with job(2) as ranks:
+        for h in ranks:
+            h._session.client()
+        for error in submit_all(ranks, ((0, 1), 0, 1)):
+            assert isinstance(error, _vocabulary.HandshakePeerLostError)
+            assert "the coordinator failed: KeyError: 'what a surprise'" in str(error)
+    [record] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert record.exc_info[0] is KeyError and "KeyError" in record.getMessage()
+
+
+def test_the_reason_where_the_parent_is_looked_at(monkeypatch):
+    def fail(pid):
+        raise OSError(errno.ENOSYS, "no pidfd here")
+
+    monkeypatch.setattr(os, "pidfd_open", fail, raising=False)
+    monkeypatch.setattr(_coordinator, "LOOK_AT_PARENT_S", 0.01)
+    with Serving(parent=os.getppid()) as serving:
+        peer, _ = serving.rank(1)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert list(iter(peer.receive, None)) == goodbye("rank 0, which coordinates, closed the handshake or exited")
+
+
+class FailingListener:
+    """Fails to accept, `failures` times in a row, in each of several episodes."""
+
+    def __init__(self, *failures):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.failures = [error for count in failures for error in [*[errno.EMFILE] * count, None]]
+
+    def __getattr__(self, name):
+        return getattr(self.listener, name)
+
+    def accept(self):
+        error = self.failures.pop(0) if self.failures else None
+        if error:
+            raise OSError(error, os.strerror(error))
+        return self.listener.accept()
+
+
+def test_running_out_of_descriptors_is_said_once_each_time(monkeypatch):
+    monkeypatch.setattr(_coordinator, "ACCEPT_AGAIN_S", 0.001)
+    told = {"log": "connections can't be accepted: Too many open files; raise `ulimit -n`"}
+    listener = FailingListener(5, 0, 0)
+    with Serving(listener=listener) as serving:
+        one, _ = serving.rank(1)
+        zero, welcome = serving.rank(0)
+        assert isinstance(welcome, _protocol.Welcome)
+        assert zero.receive() == _protocol.Report(told), "as soon as it is there"
+        listener.failures[:] = [errno.EMFILE] * 3
+        serving.peer().receive()
+        messages = serving.end(zero, one)
+        reason = goodbye("rank 0, which coordinates, closed the handshake or exited")
+        assert messages == [[_protocol.Report(told), *reason], reason]
+
+
+def test_a_peer_that_is_gone_when_its_socket_is_set_up(monkeypatch):
+    prepare_socket = _coordinator.prepare_socket
+    faults = [OSError(errno.EINVAL, "Invalid argument")]
+
+    def prepare(sock):
+        if faults:
+            raise faults.pop()
+        prepare_socket(sock)
+
+    monkeypatch.setattr(_coordinator, "prepare_socket", prepare)
+    with Serving() as serving:
+        assert serving.peer().receive() is None
+        assert isinstance(serving.rank(1)[1], _protocol.Welcome)
+
+
+def test_the_goodbyes_to_ranks_that_read_nothing_are_waited_for_together(monkeypatch):
+    monkeypatch.setattr(_coordinator, "CLOSE_WITHIN_S", 0.2)
+    with Serving(world_size=8) as serving:
+        for rank in range(8):
+            serving.rank(rank)
+        for connection in serving.server._connections:
+            connection.unsent.append(memoryview(bytes(2**24)))  # more than a socket's buffers hold
+        started = time.monotonic()
+        serving.control.close()
+        serving.thread.join(PATIENCE_S)
+        assert time.monotonic() - started < 8 * 0.2 - 0.1
+
+
+@needs_proc
+@pytest.mark.parametrize("executable", ["", "/does/not/exist", "/bin/false"])
+def test_a_child_that_can_not_be_started_leaves_no_descriptor(monkeypatch, executable):
+    handshake.Handshake(0, world_size=2, port=0, host="127.0.0.1").close()  # what is imported once is
+    monkeypatch.setattr(_coordinator.sys, "executable", executable)
+    before = sorted(os.listdir("/proc/self/fd"))
+    handshake.Handshake(0, world_size=2, port=0, host="127.0.0.1").close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_welcome_says_how_long_the_coordinator_waits():
+    with Serving() as serving:
+        assert serving.rank(1)[1].facts["timeout_s"] == 30.0
+
+
+# ---------------------------------------------------------------------- a rank that is refused
+
+
+@pytest.mark.parametrize(
+    ("fact", "theirs", "words"),
+    [
+        ("stage", "COMPILE_STAGE", "TORCH_TPU_INTERNAL_HANDSHAKE_STAGE"),
+        ("on_timeout", "split", "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"),
+        ("session", "run 7", "It is made of TORCHELASTIC_RUN_ID and MASTER_PORT"),
+        ("torch", "2.0", "Install the same version"),
+    ],
+)
+def test_a_refusal_says_what_to_do_to_the_rank_and_to_the_coordinators_rank(fact, theirs, words):
+    with Serving(on_timeout="raise", torch="2.13.0") as serving:
+        (_, first), (_, again) = [serving.rank(1, **{fact: theirs}) for _ in range(2)]
+        assert isinstance(first, _protocol.Refused) and again == first
+        ours = serving.facts[fact]
+        assert f"differs: {theirs} on rank 1 (there:71), {ours} on the coordinator (rank 0, here:1). " in first.reason
+        assert words in first.reason
+        zero, _ = serving.rank(0)
+        logged = _protocol.Report({"log": f"a connection from 127.0.0.1 was refused: {first.reason}"})
+        assert zero.receive() == logged
+        _, later = serving.rank(1, **{fact: "else\nwhere"})
+        assert "\n" not in later.reason
+        assert zero.receive().facts["log"].endswith(later.reason)
+        assert [len(messages) for messages in serving.end(zero)] == [1], "each is logged once; then comes the goodbye"
+
+
+def test_messages_are_bounded(monkeypatch):
+    monkeypatch.setattr(_coordinator, "MAX_MESSAGES", 3)
+    with Serving() as serving:
+        zero, _ = serving.rank(0)
+        for number in range(6):
+            serving.rank(1, session=str(number))
+        assert len(serving.end(zero)[0]) == 3 + 1
+
+
+def test_messages_that_the_coordinators_rank_never_fetched_go_to_its_own_log(caplog):
+    with Serving() as serving:
+        _, refused = serving.rank(1, session="other")
+    assert f"was refused: {refused.reason}" in caplog.text
+
+
+def test_who_waits_for_a_rank_that_was_refused_is_told_so():
+    with job(2, timeout_s=0.3, ranks=(0,), stage="DISPATCH_STAGE") as (zero,):
+        with Peer(zero.address[1]) as peer:
+            assert isinstance(peer.hello(1, stage="OFF", world_size=2), _protocol.Refused)
+        with pytest.raises(_vocabulary.HandshakeTimeoutError) as error:
+            zero.submit(request(0, ((0, 1), 0, 1)))
+        assert "rank 1 (somewhere:12345, which was refused: stage differs: OFF on rank 1" in str(error.value)
+        assert "neither connected" not in str(error.value)
 
 
 # ---------------------------------------------------------------------- what the child is made of

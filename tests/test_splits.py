@@ -411,7 +411,7 @@ def test_one_graph_for_each_fingerprint():
     world = (0, 1, 2)
     votes = [job.vote(rank, [(world, 0, 1)], digest) for rank, digest in enumerate((A, B, B))]
     record = job.add(*votes)
-    assert [job.splits.asks_for_graph(record, vote) for vote in votes] == [True, True, False]
+    assert [job.splits.asks_for_graph(record, vote, 0.0) for vote in votes] == [True, True, False]
     assert job.splits.reports_due(0.0) == []
     job.splits.add_graph(0, votes[0].number, b"graph a")
     assert job.splits.reports_due(0.0) == []
@@ -421,7 +421,7 @@ def test_one_graph_for_each_fingerprint():
     job.splits.add_graph(1, votes[1].number, b"graph b")
     job.splits.add_graph(1, votes[1].number, b"once more")
     assert job.splits.reports_due(0.0) == [record]
-    assert (job.splits.graph(A), job.splits.graph(B)) == (b"graph a", b"graph b")
+    assert [job.splits.graph(record, digest) for digest in (A, B)] == [(b"graph a", ""), (b"graph b", "")]
     assert job.splits.reports_due(0.0) == []
 
 
@@ -431,7 +431,7 @@ def test_a_graph_is_sent_once_in_the_life_of_the_job():
         spans = [((0, 1), start, start + 1)]
         votes = [job.vote(rank, spans, digest, partial=False) for rank, digest in enumerate(digests)]
         record = job.add(*votes)
-        asked = [vote for vote in votes if job.splits.asks_for_graph(record, vote)]
+        asked = [vote for vote in votes if job.splits.asks_for_graph(record, vote, 0.0)]
         assert [vote.digest for vote in asked] == [[A, B], [], [C]][start]
         for vote in asked:
             job.splits.add_graph(vote.rank, vote.number, vote.digest)
@@ -441,10 +441,10 @@ def test_a_graph_is_sent_once_in_the_life_of_the_job():
 def test_no_graph_is_asked_for_without_debugging_or_where_there_is_none():
     job = Job()
     vote = job.vote(0, [((0, 1), 0, 1)], A)
-    assert not job.splits.asks_for_graph(job.add(vote), vote)
+    assert not job.splits.asks_for_graph(job.add(vote), vote, 0.0)
     job = Job(explain=True)
     vote = job.vote(0, [((0, 1), 0, 1)], A, has_graph=False)
-    assert not job.splits.asks_for_graph(job.add(vote), vote)
+    assert not job.splits.asks_for_graph(job.add(vote), vote, 0.0)
 
 
 def test_a_report_is_made_without_a_graph_that_does_not_come():
@@ -452,7 +452,7 @@ def test_a_report_is_made_without_a_graph_that_does_not_come():
     votes = [job.vote(rank, [((0, 1), 0, 1)], digest) for rank, digest in enumerate((A, B))]
     record = job.add(*votes, now=3.0)
     for vote in votes:
-        job.splits.asks_for_graph(record, vote)
+        job.splits.asks_for_graph(record, vote, 0.0)
     assert job.splits.reports_due(2.9 + _splits.REPORT_WAIT_S) == []
     assert job.splits.next_deadline() == 3.0 + _splits.REPORT_WAIT_S
     assert job.splits.reports_due(3.0 + _splits.REPORT_WAIT_S) == [record]
@@ -462,7 +462,7 @@ def test_a_report_does_not_wait_for_the_graph_of_a_lost_rank():
     job = Job(explain=True)
     votes = [job.vote(rank, [((0, 1), 0, 1)], digest) for rank, digest in enumerate((A, B))]
     record = job.add(*votes)
-    assert all(job.splits.asks_for_graph(record, vote) for vote in votes)
+    assert all(job.splits.asks_for_graph(record, vote, 0.0) for vote in votes)
     job.splits.add_graph(0, votes[0].number, b"graph a")
     job.splits.drop_rank(1)
     assert job.splits.reports_due(0.0) == [record]
@@ -484,6 +484,62 @@ def test_a_timeout_shorter_than_the_wait_for_graphs_lets_the_loop_sleep():
     assert reports == [record]
     assert job.called_off() == {0: "rank 2 did not come in time", 1: "rank 2 did not come in time"}
     assert not job.splits.has_records
+
+
+def test_a_graph_that_does_not_come_is_asked_of_others_and_the_split_explained_again():
+    job = Job(explain=True)
+
+    def split(start, now):
+        votes = [job.vote(rank, [((0, 1, 2), start, start + 1)], d, partial=False) for rank, d in enumerate((A, B, B))]
+        record = job.add(*votes, now=now)
+        asked = [vote for vote in votes if job.splits.asks_for_graph(record, vote, now)]
+        if votes[0] in asked:
+            job.splits.add_graph(0, votes[0].number, b"graph a")
+        return record, asked
+
+    record, asked = split(0, 0.0)
+    assert [vote.rank for vote in asked] == [0, 1]
+    assert job.splits.reports_due(_splits.REPORT_WAIT_S) == [record], "without rank 1's graph"
+    now = _splits.GRAPH_WITHIN_S - 1
+    record, asked = split(1, now)
+    assert asked == [], "rank 1's may still come"
+    assert job.splits.reports_due(now + _splits.REPORT_WAIT_S) == [], "nothing has been added"
+    now = _splits.GRAPH_WITHIN_S
+    job.splits.drop_rank(2)
+    record, asked = split(2, now)
+    assert [vote.rank for vote in asked] == [1]
+    job.splits.add_graph(1, asked[0].number, b"graph b")
+    assert job.splits.reports_due(now) == [record]
+    record, asked = split(3, now)
+    assert asked == [] and job.splits.reports_due(now) == []
+
+
+def test_graphs_that_never_come_do_not_keep_others_from_being_asked_for_for_ever():
+    job = Job(explain=True)
+    asked = []
+    for step in range(3 * _splits.MAX_GRAPHS):
+        now = 0.0 if step < 2 * _splits.MAX_GRAPHS else _splits.GRAPH_WITHIN_S
+        vote = job.vote(0, [((0, 1), step, step + 1)], step.to_bytes(16, "big"), partial=False)
+        asked.append(job.splits.asks_for_graph(job.add(vote, now=now), vote, now))
+    assert asked == [step < _splits.MAX_GRAPHS or step >= 2 * _splits.MAX_GRAPHS for step in range(len(asked))]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_of_thousands_of_variants_a_few_graphs_are_asked_for(together):
+    job = Job(explain=True)
+    world = tuple(range(4096))
+    votes = [job.vote(rank, [(world, 0, 1)], rank.to_bytes(16, "big"), partial=False) for rank in world]
+    asked = []
+    for some in [votes] if together else [[vote] for vote in votes]:
+        record = job.add(*some)
+        asked += [vote for vote in some if job.splits.asks_for_graph(record, vote, 0.0)]
+    assert [vote.rank for vote in asked] == list(range(_splits.MAX_VARIANTS))
+    for vote in asked:
+        job.splits.add_graph(vote.rank, vote.number, b"graph")
+    assert job.splits.reports_due(0.0) == [record]
+    assert job.splits.graph(record, votes[0].digest) == (b"graph", "")
+    graph, why = job.splits.graph(record, votes[-1].digest)
+    assert graph == b"" and why == "left out: a report compares at most 64 graphs"
 
 
 # ---------------------------------------------------------------------- bounds
@@ -524,7 +580,7 @@ def test_graphs_are_bounded():
         votes = [job.vote(rank, [((0, 1), step, step + 1)], digest) for rank, digest in enumerate(digests)]
         record = job.add(*votes)
         for vote in votes:
-            if job.splits.asks_for_graph(record, vote):
+            if job.splits.asks_for_graph(record, vote, 0.0):
                 asked += 1
                 job.splits.add_graph(vote.rank, vote.number, b"graph")
         job.splits.reports_due(0.0)
