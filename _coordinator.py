@@ -160,7 +160,8 @@ class Server:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Serves until told to end. Closes the listener, the control channel and all connections."""
+        """Serves until told to end, or until it fails, which is logged and told to all ranks. Closes the listener, the
+        control channel and all connections."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._control, selectors.EVENT_READ, None)
@@ -661,7 +662,7 @@ class Server:
 
 
 def _reports_in(folder: str) -> "Reports":
-    # Imported only where reports are made: it brings along more than all the rest.
+    # Imported only where reports are made: every rank imports this file, and few make any.
     if __package__:
         from ._reports import Reports
     else:
@@ -681,8 +682,8 @@ class Coordinator:
 
     # The child's interpreter starts in some 50 ms; a loaded host may need seconds.
     START_WITHIN_S = 20.0
-    # A child that doesn't end on request is killed then.
-    END_WITHIN_S = 3.0
+    # A child that doesn't end on request is killed then: later than its goodbyes and its reports may take.
+    END_WITHIN_S = 5.0
 
     def __init__(self, listener: socket.socket, config: Config, kind: str) -> None:
         """Starts it. `listener` is handed over. `kind` is "process" or "thread"; where no process can be started,

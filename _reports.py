@@ -141,9 +141,9 @@ class Reports:
         self._closed = True
         self._jobs.put(None)
         self._thread.join(CLOSE_WITHIN_S)
-        if self._process is not None:
+        if self._thread.is_alive() and self._process is not None:
             self._process.kill()
-        self._thread.join(CLOSE_WITHIN_S)
+            self._thread.join(CLOSE_WITHIN_S)
 
     # ------------------------------------------------------------------ in the thread
 

@@ -160,7 +160,7 @@ class Splits:
         self._numbers = 0
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._graphs_bytes = 0
-        self._asked: dict[bytes, _Asked] = {}  # graphs that are on their way, by digest; the first asked for first
+        self._asked: dict[bytes, _Asked] = {}  # graphs that are on their way, by digest
         self._explained: set[bytes] = set()
 
     # ------------------------------------------------------------------ votes
@@ -170,6 +170,8 @@ class Splits:
 
         The ranks in the record's `promised` afterwards take part in the exchange of its number.
         """
+        for digest in [digest for digest, asked in self._asked.items() if asked.until <= now]:
+            del self._asked[digest]
         replies: list[Reply] = []
         # Thousands of votes that are answered together mostly have the same spans.
         spans = {span for vote in votes for span in vote.spans}
@@ -285,8 +287,6 @@ class Splits:
         if digest not in record.compared and len(record.compared) >= MAX_VARIANTS:
             record.left_out[digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
             return False
-        while self._asked and (first := next(iter(self._asked.items())))[1].until <= now:
-            del self._asked[first[0]]
         is_known = digest in self._graphs or digest in self._asked
         if not is_known:
             if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or self._graphs_bytes >= MAX_GRAPHS_BYTES:
