@@ -263,9 +263,10 @@ _ADVICE = {
         "(a cache that is warm on some hosts only can give them an older graph; clear it or share it)."
     ),
     "nothing differs": (
-        "The texts of the graphs are the same, so the fingerprints differ in something that the text does not show: "
-        "values of tensor constants, inputs that are changed in place or share memory, or how the graph was compiled. "
-        "A fingerprint of the executable also differs where library versions or compiler flags do."
+        "The texts of the graphs are the same on {odd} and in the reference, so the fingerprints differ in something "
+        "that the text does not show: values of tensor constants, inputs that are changed in place or share memory, or "
+        "how the graph was compiled. A fingerprint of the executable also differs where library versions or compiler "
+        "flags do."
     ),
     "shard": (
         "{numbers} are baked into the graph as Python constants{at}. Keep {them} in a buffer "
@@ -369,8 +370,10 @@ def _advice(report: "Report") -> list[str]:
         for topic in _topics(difference):
             if topic not in found:
                 found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers, them=them)
-    if report.comparisons and not report.differences:
-        found["nothing differs"] = _ADVICE["nothing differs"]
+    same = [number for number, comparison in report.comparisons.items() if not comparison.differences]
+    if same:
+        odd = format_ranks(rank for number in same for rank in report.variants[number].ranks)
+        found["nothing differs"] = _ADVICE["nothing differs"].format(odd=odd)
     return list(found.values())
 
 
@@ -405,6 +408,11 @@ def _version_lines(versions: Mapping[int, Mapping[str, str]]) -> list[str]:
             sides = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
             lines.append(f"{library}: " + ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in sides))
     return lines
+
+
+def _first_notes(notes: Sequence[str]) -> list[str]:
+    more = len(notes) - MAX_TEXT_NOTES
+    return [*notes[:MAX_TEXT_NOTES], *([f"and {number_of(more, 'note')} more (MAX_TEXT_NOTES)"] if more > 0 else [])]
 
 
 def _source_text(source: Source | None) -> str:
@@ -475,8 +483,7 @@ class Report:
 
     def _keep(self, number: int, comparison: Comparison) -> None:
         for body in comparison.bodies:
-            matched = {i for i, _ in body.pairs}.union(body.moved)
-            lacking = frozenset(i for i in range(len(body.reference.nodes)) if i not in matched)
+            lacking = frozenset(i for i in range(len(body.reference.nodes)) if i not in body.to_other)
             self._lacks[number, body.path] = lacking
         pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
         numbers = self.alike.setdefault(pattern, [])
@@ -684,10 +691,7 @@ class Report:
         if self.context.before:
             lines.append("Handshakes just before:")
             lines.extend(f"  {line}" for line in self.context.before)
-        notes = self.notes()
-        lines.extend(f"Note: {note}" for note in notes[:MAX_TEXT_NOTES])
-        if len(notes) > MAX_TEXT_NOTES:
-            lines.append(f"and {number_of(len(notes) - MAX_TEXT_NOTES, 'note')} more (MAX_TEXT_NOTES)")
+        lines += _first_notes([f"Note: {note}" for note in self.notes()])
         return "\n".join(lines) + "\n"
 
     def alike_text(self, difference: Difference) -> str:
@@ -713,10 +717,23 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> Repo
     """Compares the variants of a graph.
 
     Args:
-        variants: one for each distinct fingerprint; a text that holds no graph is said to in the report.
+        variants: one for each distinct fingerprint; a text that holds no graph, or several, is said to in the report.
         context: what is known beside the graphs.
     """
-    return Report(variants, lambda variant: next(iter(parse(variant.text)), None), context or Context())
+    context = context or Context()
+    several: list[int] = []
+
+    def graph_of(variant: Variant) -> Graph | None:
+        graphs = parse(variant.text)
+        if len(graphs) > 1:
+            several.extend(variant.ranks)
+        return graphs[0] if graphs else None
+
+    report = Report(variants, graph_of, context)
+    if several:
+        note = f"the text holds several graphs, and only the first is compared ({format_ranks(several)})"
+        report.context = context._replace(notes=(*context.notes, note))
+    return report
 
 
 # --- Jobs of the coordinator ------------------------------------------------------------------------------------------
@@ -845,12 +862,14 @@ def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextI
                 raise _FileError(f"the page would overwrite {path}: give --html another file than {html_path}")
         files, remarks = _read_files(paths)
         reports, notes = _match_files(files)
-        text, html = _told(files, reports, remarks, notes)
+        heading, text = _told(files, reports, remarks, notes)
+        differing = [report for report in reports if len(report.variants) > 1]
+        html = page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
     except _FileError as error:
         return _fail(str(error))
     except (RecursionError, MemoryError) as error:
         return _fail(f"the graphs are too deep or too large to compare: {type(error).__name__}: {error}")
-    status = 1 if notes or any(len(report.variants) > 1 for report in reports) else 0
+    status = 1 if differing or notes else 0
     if html_path is not None:
         try:
             _write(html_path, html)
@@ -882,20 +901,19 @@ def _is_same_file(path: str, other: str) -> bool:
 def _told(
     files: Sequence[_RankFile], reports: Sequence[Report], remarks: Sequence[str], notes: Sequence[str]
 ) -> tuple[str, str]:
-    """The text and the page on all graphs."""
+    """A heading, empty if one graph that all have needs none, and the text on all graphs."""
     differing = [report for report in reports if len(report.variants) > 1]
     ranks = format_ranks(file.rank for file in files)
-    # One graph that all have needs no line above its report.
-    is_one = len(reports) == 1 and not notes
-    heading = "" if is_one else f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
-    lines = [*remarks, *([heading] if heading else []), *notes]
+    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
+    heading = heading if len(reports) > 1 or notes else ""
+    lines = [*remarks, *([heading] if heading else []), *_first_notes(notes)]
     for report in differing[:MAX_TEXT_SLOTS]:
-        lines += ["", report.text().rstrip()] if lines else [report.text().rstrip()]
+        lines += [*([""] if lines else []), report.text().rstrip()]
     if len(differing) > MAX_TEXT_SLOTS:
         lines.append(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)")
     if not differing and not notes:
         lines.append(f"{ranks} have the same {number_of(len(reports), 'graph')}")
-    return "\n".join(lines) + "\n", page(differing or reports[:1], heading, [*remarks, *notes])
+    return heading, "\n".join(lines) + "\n"
 
 
 def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
@@ -949,7 +967,7 @@ def _read_file(path: str, number: int) -> _RankFile:
     return _RankFile(path, ranks[0] if ranks else number, graphs)
 
 
-# Graphs of two files that are tried against one another in a gap between graphs that are equal, and how alike they
+# Graphs of two files that are tried against one another at a time, between graphs that are equal, and how alike they
 # must be (part of the operations that both have) to be taken for the same graph.
 _MAX_GRAPHS_TRIED = 60
 _MIN_LIKENESS = 0.3
@@ -1016,26 +1034,35 @@ def _match_graphs(
     equal = align(contents, other_contents)
     pairs = list(equal)
     for start, stop, other_start, other_stop in gaps(equal, len(contents), len(other_contents)):
-        rows, columns = min(stop - start, _MAX_GRAPHS_TRIED), min(other_stop - other_start, _MAX_GRAPHS_TRIED)
-        bags = [Counter(node_keys(graph.body, cache).weak) for graph in graphs[start : start + rows]]
-        other_bags = [
-            Counter(node_keys(graph.body, cache).weak) for graph in others[other_start : other_start + columns]
-        ]
-        # best[i][j]: the greatest sum of likeness of the graphs from i and j on.
-        best = [[0.0] * (columns + 1) for _ in range(rows + 1)]
-        likeness = [[_likeness(bag, other) for other in other_bags] for bag in bags]
-        for i in range(rows - 1, -1, -1):
-            for j in range(columns - 1, -1, -1):
-                best[i][j] = max(best[i + 1][j], best[i][j + 1], likeness[i][j] + best[i + 1][j + 1])
-        i = j = 0
-        while i < rows and j < columns:
-            if likeness[i][j] and best[i][j] == likeness[i][j] + best[i + 1][j + 1]:
-                pairs.append((start + i, other_start + j))
-                i, j = i + 1, j + 1
-            elif best[i][j] == best[i + 1][j]:
-                i += 1
-            else:
-                j += 1
+        i, j = start, other_start
+        while i < stop and j < other_stop:
+            window = graphs[i : min(i + _MAX_GRAPHS_TRIED, stop)]
+            other_window = others[j : min(j + _MAX_GRAPHS_TRIED, other_stop)]
+            alike = [(i + k, j + m) for k, m in _match_alike(window, other_window, cache)]
+            pairs.extend(alike)
+            i, j = (alike[-1][0] + 1, alike[-1][1] + 1) if alike else (i + len(window), j + len(other_window))
+    return pairs
+
+
+def _match_alike(graphs: list[Graph], others: list[Graph], cache: dict[int, Keys]) -> list[tuple[int, int]]:
+    """The pairs, ascending in both, whose sum of likeness is greatest."""
+    bags, other_bags = ([Counter(node_keys(graph.body, cache).weak) for graph in side] for side in (graphs, others))
+    likeness = [[_likeness(bag, other) for other in other_bags] for bag in bags]
+    # best[i][j]: the greatest sum of the graphs from i and j on.
+    best = [[0.0] * (len(others) + 1) for _ in range(len(graphs) + 1)]
+    for i in reversed(range(len(graphs))):
+        for j in reversed(range(len(others))):
+            best[i][j] = max(best[i + 1][j], best[i][j + 1], likeness[i][j] + best[i + 1][j + 1])
+    pairs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(graphs) and j < len(others):
+        if likeness[i][j] and best[i][j] == likeness[i][j] + best[i + 1][j + 1]:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i][j] == best[i + 1][j]:
+            i += 1
+        else:
+            j += 1
     return pairs
 
 

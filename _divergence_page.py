@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if __package__:
     from ._align import align
-    from ._graph_diff import number_of
+    from ._graph_diff import NOT_THERE, number_of
     from ._graph_text import Body, Node, Source
     from ._vocabulary import format_ranks
 else:
     from _align import align
-    from _graph_diff import number_of
+    from _graph_diff import NOT_THERE, number_of
     from _graph_text import Body, Node, Source
     from _vocabulary import format_ranks
 
@@ -165,9 +165,9 @@ def _constants(report: "Report") -> Iterator[str]:
         place = _short_place(difference.source) if difference.source else ""
         source = f'<br><span class="soft">{_escape(place)}</span>'
         operation = difference.node.target.removeprefix("torch.ops.")
-        what = f"{_escape(operation)}, {_escape(difference.what)}"
+        what = _escape(_cut(f"{operation}, {difference.what}", 200))
         head = f"<code>{_escape(difference.node.name)}</code> = {what}{source}"
-        sides = [difference.shown(difference.values.get(number, difference.reference)) for number in numbers]
+        sides = [difference.shown(report.value(difference, number) or NOT_THERE) for number in numbers]
         values = [f"<code>{_escape(_cut(side, 200))}</code>" for side in sides]
         formula = f'<span class="formula">{_escape(difference.formula)}</span>' if difference.formula else "–"
         table.append([head, *values, formula])

@@ -369,25 +369,19 @@ class _Comparer:
     def _compare_inputs(
         self, comparison: BodyComparison, missing: list[int], added: list[int], places: list[int]
     ) -> None:
+        if not (missing or added):
+            return
         a, b = comparison.reference, comparison.other
-        counts = number_of(len(a.inputs), "input"), number_of(len(b.inputs), "input")
-        if missing or added:
-            only_a = [a.nodes[i] for i in missing]
-            only_b = [b.nodes[j] for j in added]
-            first = (only_a or only_b)[0]
-            position = missing[0] if missing else places[added[0]]
-            self._add(
-                Difference(
-                    "inputs",
-                    comparison.path,
-                    position,
-                    first,
-                    "inputs",
-                    (f"{counts[0]}{_only(only_a)}", f"{counts[1]}{_only(only_b)}"),
-                    only_a or only_b,
-                )
-            )
-            comparison.changed.update(missing)
+        body, only = (a, missing) if missing else (b, added)
+        first = body.nodes[only[0]]._replace(user_source=_first_uses(body).get(only[0]))
+        position = missing[0] if missing else places[added[0]]
+        sides = [
+            f"{number_of(len(body.inputs), 'input')}{_only([body.nodes[k] for k in only])}"
+            for body, only in ((a, missing), (b, added))
+        ]
+        nodes = [body.nodes[k] for k in only]
+        self._add(Difference("inputs", comparison.path, position, first, "inputs", sides, nodes))
+        comparison.changed.update(missing)
 
     def _compare_mutations(self, comparison: BodyComparison) -> None:
         """Inputs that one side changes in place."""

@@ -21,6 +21,7 @@ collected in `Graph.facts`.
 """
 
 import ast
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -716,9 +717,8 @@ def _as_words(line: str) -> _Statement:
     return _Statement(name, annotation, form, root, target, tuple(leaves), line)
 
 
-def _annotation(
-    annotation: str,
-) -> tuple[str, tuple[str, ...] | None, tuple[str, ...] | None, str, str]:
+@functools.lru_cache(maxsize=4096)  # a graph has few different ones
+def _annotation(annotation: str) -> tuple[str, tuple[str, ...] | None, tuple[str, ...] | None, str, str]:
     """(dtype, shape, stride, device, note)."""
     if not annotation:
         return "", None, None, "", ""

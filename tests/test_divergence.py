@@ -396,7 +396,8 @@ def test_what_is_advised_for_shard_offsets_gives_one_graph():
         ({0: "0", 1: "0", 2: "64", 3: "64"}, [], "64 · (rank // 2)"),
         ({0: "0", 3: "64", 5: "128"}, [(0, 3, 5)], "64 · (rank in its group of 3)"),
         ({0: "0", 3: "64", 1: "0", 4: "64"}, [(0, 3), (1, 4)], "64 · (rank in its group of 2)"),
-        # No formula: two points with any line through them, one that is off, no numbers, all equal.
+        ({0: "0", 1: "1" + "0" * 39, 2: "2" + "0" * 39}, [], f"{10**39} · rank"),
+        # No formula: too large, two points with any line through them, one that is off, no numbers, all equal.
         ({0: "3", 1: "10"}, [], ""),
         ({0: "0", 1: "1"}, [], ""),
         ({0: "0", 1: "10", 2: "20", 3: "31"}, [], ""),
@@ -404,6 +405,10 @@ def test_what_is_advised_for_shard_offsets_gives_one_graph():
         ({0: "'a'", 1: "'b'"}, [], ""),
         ({0: "5", 1: "5", 2: "5"}, [], ""),
         ({0: "5"}, [], ""),
+        ({0: "1" + "0" * 5000, 1: "2" + "0" * 5000}, [], ""),
+        ({0: "1e400", 1: "2e400", 2: "3"}, [], ""),
+        ({0: "1e308", 1: "-1e308", 2: "1e308"}, [], ""),
+        ({0: "5e-324", 1: "1e308", 2: "0"}, [], ""),
     ],
 )
 def test_recognise(values, groups, formula):
@@ -508,6 +513,73 @@ def test_graphs_that_cannot_be_read_are_named_and_the_rest_is_compared():
     assert "the text of the graph is cut off: what is missing at its end may be there in fact (rank 3)" in text
     assert "the graph could not be hashed, so it equals no other: see the warning on that rank (rank 3)" in text
     assert report.differences
+
+
+def small(body, facts="", inputs='x: "f32[2]"'):
+    lines = [f"    def forward(self, {inputs}):", *(f"        {line}" for line in body.split("\n"))]
+    return "\n".join(["class G(torch.nn.Module):", *lines, facts, ""])
+
+
+def test_nodes_added_at_one_place_with_another_constant_each_are_one_difference():
+    texts = [small("y = x.sin()\nreturn (y,)")]
+    texts += [small(f"z = x - {100 * rank}\ny = z.sin()\nreturn (y,)") for rank in (1, 2, 3)]
+    (difference,) = report_of(texts).differences
+    assert [value for _, value in report_of(texts).sides(difference)] == [
+        "not there", "`z = x - 100`", "`z = x - 200`", "`z = x - 300`",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "other_body", "facts", "other_facts", "kind", "sides"),
+    [
+        # Attributes: by value where it is known, else by name.
+        ("c = self.a\ny = x - c", "c = self.b\ny = x - c", "", "", "op", ("self.a", "self.b")),
+        ("a = self.a\ny = x - a", "b = self.b\ny = x - b", "constant a = f [1]", "constant b = f [2]",
+         "tensor constant", ("f [1]", "f [2]")),
+        # Not understood: a name that is no node, a default.
+        ("y = foo", "y = bar", "", "", "constant", ("foo", "bar")),
+        ("y = x.f(k=1, j=2)", "y = x.f(j=2, k=1)", "", "", "text", ("y = x.f(k=1, j=2)", "y = x.f(j=2, k=1)")),
+        ("y = x[0];  z = 1", "y = x[0];  z = 2", "", "", "constant", None),
+        # Facts alone.
+        ("y = x", "y = x", "group 0 = ranks 0-1; description tp", "group 0 = ranks 0-1; description dp", "text", None),
+    ],
+)  # fmt: skip
+def test_texts_that_differ_are_never_said_to_be_the_same(body, other_body, facts, other_facts, kind, sides):
+    texts = [
+        small(f"{text}\nreturn (y,)", f"# handshake: {fact}" if fact else "")
+        for text, fact in ((body, facts), (other_body, other_facts))
+    ]
+    report = report_of(texts)
+    difference = report.differences[0]
+    assert difference.kind == kind
+    assert sides is None or tuple(value for _, value in report.sides(difference)) == sides
+    assert "are the same" not in report.text()
+
+
+def test_a_tensor_constant_of_a_nested_body_is_compared():
+    body = "body = self.body\ny = checkpoint(body, x)\nreturn (y,)\nclass body(torch.nn.Module):"
+    body += "\n    def forward(self, x):\n        c = self.c\n        z = x + c\n        return (z,)"
+    report = report_of([small(body, f"# handshake: constant body.c = float32 (1,) [{value}]") for value in (1, 2)])
+    (difference,) = report.differences
+    assert (difference.kind, difference.body) == ("tensor constant", "body")
+
+
+def test_variants_whose_texts_are_equal_are_named_beside_one_that_differs():
+    texts = [VOCABULARY[0], VOCABULARY[0], VOCABULARY[0].replace("ge.Scalar", "gt.Scalar")]
+    report = explain([Variant((rank,), str(rank), text) for rank, text in enumerate(texts)])
+    assert "same on rank 1 and in the reference" in " ".join(report.text().split())
+
+
+def test_a_text_of_several_graphs_is_said_to_be_compared_in_part():
+    report = report_of([VOCABULARY[0] + VOCABULARY[1], VOCABULARY[0]])
+    assert "several graphs, and only the first is compared (rank 0)" in report.text()
+
+
+def test_a_table_of_constants_has_no_value_for_a_variant_without_the_node():
+    texts = [small(f"z = x + {rank}\ny = z.sin()\nreturn (y,)") for rank in (3, 4)]
+    page = report_of([*texts, small("y = x.sin()\nreturn (y,)")]).html()
+    row = re.search(r'<table class="constants">.*?</table>', page)[0]
+    assert re.findall(r"<td><code>([^<]*)</code></td>", row) == ["3", "4", "not there"]
 
 
 # --- Size ---
@@ -765,6 +837,23 @@ def test_a_rank_with_a_graph_more_than_the_others(tmp_path):
     assert "18992 · rank" in out and "compile cache" in out
     assert_page_is_self_contained(html.read_text())
     assert "Only rank 2 has this graph" in html.read_text()
+
+
+def test_many_graphs_that_all_differ_are_matched_in_order(tmp_path):
+    """More than are tried against one another at a time; one rank has one more in the middle."""
+
+    def text(number, rank):
+        return small(f"z = x.sin()\nw = z.op_{number % 7}()\ny = w * {number}.5\nv = y - {18992 * rank}\nreturn (v,)")
+
+    numbers = range(150)
+    files = {f"rank{rank}.log": log_of(*(text(number, rank) for number in numbers)) for rank in (0, 1)}
+    more = [*(text(number, 2) for number in numbers[:70]), small("y = x.a().b().c()\nreturn (y,)")]
+    more += [text(number, 2) for number in numbers[70:]]
+    status, out = explain_files(tmp_path, files | {"rank2.log": log_of(*more)})
+    assert status == 1
+    assert "ranks 0-2: 150 of 150 graphs differ" in out
+    assert out.count("Only rank 2 has this graph, ranks 0-1 have not: graph 70 of rank 2") == 1
+    assert "= 18992 · rank" in out
 
 
 def test_a_graph_break_in_one_rank_s_file(tmp_path):

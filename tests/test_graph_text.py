@@ -177,6 +177,44 @@ def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, v
     assert all(graph.body == vocabulary.body and graph.facts == vocabulary.facts for graph in graphs)
 
 
+def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
+    text = (DATA / "vocabulary" / "rank1.txt").read_text()
+    graphs = _graph_text.parse(f"--- [BEGIN GRAPH MODULE: f] ---\n{text}{text}--- [END GRAPH MODULE: f] ---")
+    assert [graph.body for graph in graphs] == [vocabulary.body] * 2
+    assert [graph.first_line for graph in graphs] == [2, 2 + text.count("\n")]
+
+
+def test_defaults_and_variadic_inputs_are_inputs():
+    graph = only("def forward(self, x, k = 3, *args, **kw):\n    add = x + k\n    return add\n")
+    assert names(graph.body) == ["x", "k", "args", "kw", "add", "output"]
+    assert constants(node(graph, "k")) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("fact", "ranks"),
+    [
+        ("ranks 0-2, 7; size 4", [0, 1, 2, 7]),
+        ("rank 3; size 1", [3]),
+        ("[0, 4]", [0, 4]),
+        ("ranks 0-1 and 2 more", None),
+        (f"ranks 0-{10**8}; size 2", None),
+        (f"ranks 0-{'9' * 5000}", None),
+        ("ranks 1-2-3", None),
+        ("ranks 0, , 3", None),
+    ],
+)
+def test_ranks_of_a_group(fact, ranks):
+    assert _graph_text.group_ranks({"group 5": fact}).get("5") == ranks
+
+
+def test_bodies_nested_without_end_are_refused():
+    lines = []
+    for depth in range(1000):
+        lines += [" " * depth + f"class b{depth}(torch.nn.Module):", " " * depth + " def forward(self, x):"]
+    with pytest.raises(ValueError, match="MAX_NESTED_BODIES"):
+        _graph_text.parse("\n".join(lines))
+
+
 def test_a_text_that_is_cut_off_is_said_to_be():
     text = (DATA / "vocabulary" / "rank1.txt").read_text()
     assert only(text[: text.index("embedding:")]).is_cut
