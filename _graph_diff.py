@@ -399,7 +399,7 @@ class _Comparer:
             if bool(left) != bool(right):
                 # The line where it is changed is on the side that does.
                 node = a.nodes[i]._replace(user_source=uses[0].get(i) if left else uses[1].get(j))
-                sides = [f"changed in place ({side})" if side else "not changed" for side in (left, right)]
+                sides = [_mutation_text(side) for side in (left, right)]
                 self._add(Difference("inputs", "", i, node, "change in place", sides))
                 comparison.changed.add(i)
 
@@ -471,20 +471,13 @@ class _Comparer:
             difference = Difference("op", path, i, x, "operation", (x.target, y.target))
             form = (x.dtype, x.shape, x.stride, x.device) != (y.dtype, y.shape, y.stride, y.device)
             return [(difference, False), *([(difference, True)] if form else [])]
-        found: list[tuple[Difference, bool]] = []
         if x.op == "get_attr":
-            self._compare_attribute(comparison, i, x, y, found)
+            own = self._attributes(comparison, i, x, y)
         elif x.op == "output":
-            self._compare_outputs(comparison, i, x, y, found)
+            own = _outputs(comparison, i, x, y)
         else:
-            for kind, what, left, right in _arguments(x, y, comparison):
-                found.append((Difference(kind, path, i, x, what, (left, right)), False))
-            groups = x.group, y.group
-            if groups[0] is not None and groups[1] is not None and groups[0].text == groups[1].text:
-                ranks = [known.get(groups[0].text[1:-1]) for known in self._groups]
-                if None not in ranks and ranks[0] != ranks[1]:
-                    sides = (groups[0].text, groups[1].text)
-                    found.append((Difference("group", path, i, x, "ranks of the group", sides), False))
+            own = self._arguments(comparison, i, x, y)
+        found = [(difference, False) for difference in own]
         for kind, left, right in (
             ("dtype", x.dtype, y.dtype),
             ("shape", _sizes(x.shape), _sizes(y.shape)),
@@ -498,57 +491,37 @@ class _Comparer:
                 found.append((Difference(kind, path, i, x, kind, sides), True))
         return found
 
-    def _compare_attribute(
-        self, comparison: BodyComparison, i: int, x: Node, y: Node, found: list[tuple[Difference, bool]]
-    ) -> None:
+    def _arguments(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
+        for kind, what, left, right in _arguments(x, y, comparison):
+            yield Difference(kind, comparison.path, i, x, what, (left, right))
+        groups = x.group, y.group
+        if groups[0] is not None and groups[1] is not None and groups[0].text == groups[1].text:
+            ranks = [known.get(groups[0].text[1:-1]) for known in self._groups]
+            if None not in ranks and ranks[0] != ranks[1]:
+                sides = (groups[0].text, groups[1].text)
+                yield Difference("group", comparison.path, i, x, "ranks of the group", sides)
+
+    def _attributes(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
+        path = comparison.path
         nested, other = _nested(x, comparison.reference), _nested(y, comparison.other)
         if nested is not None and other is not None:
             contents = node_keys(nested, self._cache).content, node_keys(other, self._other_cache).content
             if contents[0] != contents[1] or self._facts[0] != self._facts[1]:
-                self._compare(nested, other, f"{comparison.path}.{x.target}" if comparison.path else x.target)
+                self._compare(nested, other, f"{path}.{x.target}" if path else x.target)
             if contents[0] != contents[1]:
                 comparison.changed.add(i)
         elif (nested is None) != (other is None):
             sides = [
                 "an attribute" if side is None else f"a body of {len(side.nodes)} nodes" for side in (nested, other)
             ]
-            found.append((Difference("nested body", comparison.path, i, x, "nested body", sides), False))
-        elif [argument.path for argument in x.arguments] == [argument.path for argument in y.arguments]:
-            for left, right in zip(x.arguments, y.arguments, strict=True):
-                if left.text != right.text and left.path == "name":
-                    sides = [f"self.{left.text}", f"self.{right.text}"]
-                    found.append((Difference("op", comparison.path, i, x, "attribute", sides), False))
-                elif left.text != right.text:
-                    sides = [_DIGEST.sub("", argument.text) for argument in (left, right)]
-                    sides = sides if sides[0] != sides[1] else [left.text, right.text]
-                    found.append((Difference("tensor constant", comparison.path, i, x, "value", sides), False))
-
-    def _compare_outputs(
-        self, comparison: BodyComparison, i: int, x: Node, y: Node, found: list[tuple[Difference, bool]]
-    ) -> None:
-        to_other, to_reference = comparison.to_other, comparison.to_reference
-        if [
-            (each.path, each.text if each.producer is None else to_other.get(each.producer)) for each in x.arguments
-        ] == [(each.path, each.text if each.producer is None else each.producer) for each in y.arguments]:
-            return
-        lefts = {each.producer: each.text for each in x.arguments if each.producer is not None}
-        rights = {each.producer: each.text for each in y.arguments if each.producer is not None}
-        if not (to_other.keys() >= lefts.keys() and to_reference.keys() >= rights.keys()):
-            return  # the missing or added node that is returned is reported itself
-        only_left = [p for p in lefts if to_other[p] not in rights]
-        only_right = [p for p in rights if to_reference[p] not in lefts]
-        sides = [
-            number_of(len(node.arguments), "output")
-            + (f", only here: {', '.join(f'`{texts[p]}`' for p in only[:4])}" if only else "")
-            for node, texts, only in ((x, lefts, only_left), (y, rights, only_right))
-        ]
-        if sides[0] == sides[1]:
-            sides = [x.line, y.line]
-        # The line of a value that only one side returns, else of the first one.
-        nodes = [comparison.reference.nodes[p] for p in only_left] + [comparison.other.nodes[p] for p in only_right]
-        nodes += [comparison.reference.nodes[p] for p in lefts] + [x]
-        node = x._replace(user_source=nodes[0].user_source)
-        found.append((Difference("outputs", comparison.path, i, node, "outputs", sides), False))
+            yield Difference("nested body", path, i, x, "nested body", sides)
+        elif (left := x.arguments[0]).path == (right := y.arguments[0]).path and left.text != right.text:
+            if left.path == "name":
+                yield Difference("op", path, i, x, "attribute", (f"self.{left.text}", f"self.{right.text}"))
+                return
+            sides = [_DIGEST.sub("", argument.text) for argument in (left, right)]
+            sides = sides if sides[0] != sides[1] else [left.text, right.text]
+            yield Difference("tensor constant", path, i, x, "value", sides)
 
     def _compare_writing(self, first: Node) -> None:
         """What is left where no difference was found, and yet the texts are not the same."""
@@ -567,6 +540,32 @@ class _Comparer:
                 return
 
 
+def _outputs(comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
+    to_other, to_reference = comparison.to_other, comparison.to_reference
+    if [(each.path, each.text if each.producer is None else to_other.get(each.producer)) for each in x.arguments] == [
+        (each.path, each.text if each.producer is None else each.producer) for each in y.arguments
+    ]:
+        return
+    lefts = {each.producer: each.text for each in x.arguments if each.producer is not None}
+    rights = {each.producer: each.text for each in y.arguments if each.producer is not None}
+    if not (to_other.keys() >= lefts.keys() and to_reference.keys() >= rights.keys()):
+        return  # the missing or added node that is returned is reported itself
+    only_left = [p for p in lefts if to_other[p] not in rights]
+    only_right = [p for p in rights if to_reference[p] not in lefts]
+    sides = [
+        number_of(len(node.arguments), "output")
+        + (f", only here: {', '.join(f'`{texts[p]}`' for p in only[:4])}" if only else "")
+        for node, texts, only in ((x, lefts, only_left), (y, rights, only_right))
+    ]
+    if sides[0] == sides[1]:
+        sides = [x.line, y.line]
+    # The line of a value that only one side returns, else of the first one.
+    nodes = [comparison.reference.nodes[p] for p in only_left] + [comparison.other.nodes[p] for p in only_right]
+    nodes += [comparison.reference.nodes[p] for p in lefts] + [x]
+    node = x._replace(user_source=nodes[0].user_source)
+    yield Difference("outputs", comparison.path, i, node, "outputs", sides)
+
+
 def _crossed(x: Node, y: Node, to_reference: dict[int, int]) -> list[int]:
     """The positions in the reference that two matched nodes read at the same place, where these are not the same."""
     return [
@@ -576,6 +575,11 @@ def _crossed(x: Node, y: Node, to_reference: dict[int, int]) -> list[int]:
         for position in (left.producer, to_reference[right.producer])
         if left.producer != to_reference[right.producer]
     ]
+
+
+def _mutation_text(how: str) -> str:
+    """How an input is changed: by an operation, or by an output that is written back to it."""
+    return f"changed in place ({how})" if how not in ("", "output") else "changed in place" if how else "not changed"
 
 
 def _first_uses(body: Body) -> dict[int, Source]:
