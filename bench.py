@@ -11,8 +11,13 @@ How a handshake is measured
 
     The floor is a star of the same messages: the same N processes send as many bytes as a vote over plain blocking
     sockets to one bare process, which, once it has one message from everybody, sends everybody as many bytes as a
-    verdict. It parses and decides nothing. Blocks of `ROUNDS_PER_BLOCK` handshakes and as many star rounds take turns,
-    so that whatever else the machine does hits both. The first round of a block lines the ranks up and doesn't count.
+    verdict. It parses and decides nothing. Both middles, the coordinator and the bare process, are processes of their
+    own on the first processor; rank r is on the one that comes r + 1 after it. (Left to the scheduler, processes that
+    share two processors get into places, for seconds, where one of the two takes up to twice as long.)
+
+    Blocks of `ROUNDS_PER_BLOCK` handshakes and as many star rounds take turns, so that whatever else the machine does
+    hits both. The first round of a block lines the ranks up and doesn't count. `ratio` is the median, over the pairs of
+    neighbouring blocks, of the ratio of their medians.
 
 The JSON of ``--json FILE``
     An object with `environment` (python, platform, cpus, torch, seconds) and one list of rows for each section, under
@@ -35,6 +40,7 @@ import multiprocessing
 import os
 import platform
 import selectors
+import signal
 import socket
 import statistics
 import subprocess
@@ -45,6 +51,7 @@ import traceback
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +69,8 @@ MEMORY_HANDSHAKES = 5
 FINGERPRINT = "0123456789abcdef" * 2
 # A process that gives no sign for this long is taken for dead: importing torch 8 times on 2 cores takes about 15 s.
 PROCESS_TIMEOUT_S = 120.0
+# A process that is told to end has nothing to do but to close its sockets.
+END_TIMEOUT_S = 10.0
 
 Row = dict[str, Any]
 
@@ -128,15 +137,21 @@ class Processes:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # or the first start would do it, and change the mask that `start` sets
         self._children: list[tuple[Any, Connection]] = []
 
     def start(self, target: Callable[..., None], *arguments: object) -> int:
         """Starts one and returns its number."""
         ours, theirs = self._context.Pipe()
         child = self._context.Process(target=_run_child, args=(target, theirs, *arguments))
-        child.start()
+        # A child inherits this: Ctrl-C, which the terminal sends to all, is for the parent alone to answer.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            child.start()
+            self._children.append((child, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._children.append((child, ours))
         return len(self._children) - 1
 
     def tell(self, numbers: Iterable[int], message: object) -> None:
@@ -176,10 +191,12 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, pipe in self._children:
+        for child, pipe in self._children:
             pipe.close()  # which every child takes for the end
+            if kind is not None:
+                child.kill()  # before it finds out that others are gone, and says so
         for child, _ in self._children:
-            child.join(10.0 if kind is None else 1.0)
+            child.join(END_TIMEOUT_S)
             if child.is_alive():
                 child.kill()
                 child.join()
@@ -198,8 +215,18 @@ def _run_child(target: Callable[..., None], pipe: Connection, *arguments: object
 # ---------------------------------------------------------------------- handshakes, and the bare star
 
 
+_PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+
+
+def _pin(place: int) -> None:
+    """Keeps this process, and those that it starts, on one processor, where the system can do that."""
+    if _PROCESSORS:
+        os.sched_setaffinity(0, {_PROCESSORS[place % len(_PROCESSORS)]})
+
+
 def _star_server(pipe: Connection, ranks: int, vote_bytes: int, verdict_bytes: int) -> None:
     """The bare star's middle: a message from everybody, then a message to everybody."""
+    _pin(0)
     verdict = bytes(verdict_bytes)
     selector = selectors.DefaultSelector()
     with socket.create_server(("127.0.0.1", 0), backlog=ranks) as listener:
@@ -257,12 +284,14 @@ def _rank(
     world = handshake.ProcessGroupId(range(ranks), ranks)
     counts = handshake.RankCollectiveCounts()
     vote = bytes(vote_bytes)
+    _pin(0)  # where rank 0's coordinator stays, as the star's middle does
     with (
         handshake.Handshake(
             current_rank=rank, world_size=ranks, host=coordinator[0], port=coordinator[1], secret=secret
         ) as face,
         socket.create_connection(star_address) as star,
     ):
+        _pin(rank + 1)
         star.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pipe.send(face.address)
         while True:
@@ -331,7 +360,7 @@ def _measure_ranks(ranks: int, options: Options) -> Row:
         "handshake_p99_us": microseconds(quantile(samples["handshake"], 0.99)),
         "star_median_us": microseconds(star_median),
         "star_p99_us": microseconds(quantile(samples["star"], 0.99)),
-        "ratio": median / star_median,
+        "ratio": statistics.median(ratios),
         "ratio_lower_quartile": quantile(ratios, 0.25),
         "ratio_upper_quartile": quantile(ratios, 0.75),
         "handshakes_per_s": 1e9 / statistics.fmean(samples["handshake"]),
@@ -612,16 +641,7 @@ def _graph_rank(pipe: Connection, rank: int, ranks: int, secret: str, coordinato
     torch.set_num_threads(1)
     logging.getLogger("torch_tpu.handshake").setLevel(logging.ERROR)  # every split here is meant
     made = (0, 0)
-    hashing: list[int] = []
-    canonical_nodes = _graph.canonical_nodes
-
-    def timed_canonical_nodes(*arguments: Any) -> Any:
-        started = time.perf_counter_ns()
-        nodes = canonical_nodes(*arguments)
-        hashing.append(time.perf_counter_ns() - started)
-        return nodes
-
-    vars(_graph)["canonical_nodes"] = timed_canonical_nodes
+    hashing, splitting = _time_calls(_graph, "canonical_nodes"), _time_calls(_partition, "_split")
     world = handshake.ProcessGroupId(range(ranks), ranks)
     counts = handshake.RankCollectiveCounts()
     with handshake.Handshake(
@@ -642,22 +662,36 @@ def _graph_rank(pipe: Connection, rank: int, ranks: int, secret: str, coordinato
             if kind == "fingerprint":
                 fingerprint_ns = _quickest(_graph.graph_fingerprint, graph)
                 text_ns = _quickest(torch.fx.GraphModule.print_readable, graph, False)
-                pipe.send((len(graph.graph.nodes), fingerprint_ns, text_ns))
+                skinny_ns = _quickest(_partition.split_skinny, graph)
+                pipe.send((len(graph.graph.nodes), fingerprint_ns, text_ns, skinny_ns))
                 continue
             counts.increment_pg_collective_counts(in_graph)
             request = handshake.CollectiveHandshakeRequest(counts.__copy__(), fingerprint, rank)
             ticket = face.submit_async(request, partial=True)
-            if ticket.result():
-                raise BenchError(f"rank {rank}: graphs that differ ran fat")
-            plan = None
+            if ticket.result() or ticket.exchange is None:
+                raise BenchError(f"rank {rank}: graphs that differ ran fat, or can't be planned")
+            hashing.clear()
+            splitting.clear()
             started = time.perf_counter_ns()
-            if ticket.exchange is not None:
-                plan = _partition.agree_on_plan(ticket.exchange, graph)
+            plan = _partition.agree_on_plan(ticket.exchange, graph)
             elapsed = time.perf_counter_ns() - started
             fat = plan.num_fat_collectives if plan is not None else 0
-            pipe.send((len(graph.graph.nodes), in_graph[world], fat, elapsed, hashing.pop() if hashing else None))
-            hashing.clear()
+            pipe.send((len(graph.graph.nodes), in_graph[world], fat, elapsed, sum(hashing), sum(splitting)))
     dist.destroy_process_group()
+
+
+def _time_calls(module: Any, name: str) -> list[int]:
+    """From now on, the nanoseconds of each call of this function of the module."""
+    function, times = vars(module)[name], []
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter_ns()
+        result = function(*arguments)
+        times.append(time.perf_counter_ns() - started)
+        return result
+
+    vars(module)[name] = timed
+    return times
 
 
 def _quickest(function: Callable[..., object], *arguments: object) -> int:
@@ -677,10 +711,11 @@ def _graph_row(
 
 
 def measure_graphs(options: Options) -> list[Row]:
-    """A graph's fingerprint against its text, and a plan for the common part of diverging graphs.
+    """A graph's fingerprint against its text, its split at each collective, and a plan for the common part of diverging
+    graphs.
 
-    The plan's time is that of the slowest rank, from the split to the plan that all have agreed on, less the hashing of
-    the slowest: of `REPEATS` times the least.
+    The plan's time is that of the slowest rank, from the verdict to the plan that all have agreed on, less what the
+    slowest took to hash its graph and to split it by the plan. That has a row of its own. Least of `REPEATS` times.
     """
     if importlib.util.find_spec("torch") is None:
         return [_graph_row("fingerprint, plan", note="torch is not installed")]
@@ -700,22 +735,26 @@ def measure_graphs(options: Options) -> list[Row]:
         for nodes in GRAPH_NODES:
             options.progress(f"graphs: fingerprint, {nodes} nodes")
             processes.tell(everyone[:1], ("fingerprint", nodes, 0))
-            count, fingerprint, text = processes.hear(everyone[0])
+            count, fingerprint, text, skinny = processes.hear(everyone[0])
             rows.append(_graph_row("graph_fingerprint()", count, fingerprint, ratio=fingerprint / text))
             rows.append(_graph_row("print_readable()", count, text, ratio=1.0))
+            rows.append(_graph_row("split_skinny()", count, skinny, ratio=skinny / text))
         for nodes, different_blocks in PLAN_CASES:
             differing = "all" if different_blocks == ALL_DIFFERENT else str(different_blocks)
             options.progress(f"graphs: plan, {nodes} nodes, blocks that differ: {differing}")
             times: list[int] = []
+            split_times: list[int] = []
             for _ in range(REPEATS):
                 processes.tell(everyone, ("plan", nodes, different_blocks))
                 answers = [processes.hear(number) for number in everyone]
-                if all(answer[4] is not None for answer in answers):
-                    times.append(max(answer[3] for answer in answers) - max(answer[4] for answer in answers))
-            count, collectives, fat = answers[0][:3]
-            what = f"plan, {PLAN_RANKS} ranks, blocks that differ: {differing}"
-            note = f"{fat} of {collectives} collectives fat" if times else "the coordinator opened no plan rounds"
-            rows.append(_graph_row(what, count, min(times, default=None), note=note))
+                count, collectives, fat = answers[0][:3]
+                elapsed, hashing, splitting = (max(answer[part] for answer in answers) for part in (3, 4, 5))
+                times.append(elapsed - hashing - splitting)
+                split_times.append(splitting)
+            case = f"{PLAN_RANKS} ranks, blocks that differ: {differing}"
+            rows.append(_graph_row(f"plan, {case}", count, min(times), note=f"{fat} of {collectives} collectives fat"))
+            if fat:
+                rows.append(_graph_row(f"split by it, {case}", count, min(split_times)))
         processes.tell(everyone, None)
     return rows
 
@@ -783,7 +822,7 @@ SECTIONS = (
     ),
     Section(
         "graphs",
-        "A graph's fingerprint against its text, and a plan for diverging graphs (beyond the hashing)",
+        "A graph's fingerprint against its text, its split, and a plan for diverging graphs (beyond hashing and split)",
         measure_graphs,
         (
             Column("what", "what"),
@@ -843,13 +882,26 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_json(text: str) -> Path:
+    """A file that can be written: that is found out here, not after a minute of work."""
+    path = Path(text)
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't write {text!r}: {error.strerror}") from None
+    return path
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="What a handshake costs, measured on this machine.")
     parser.add_argument("--ranks", type=_parse_ranks, default=(2, 4, 8), metavar="2,4,8", help="numbers of processes")
     parser.add_argument(
         "--seconds", type=_parse_seconds, default=3.0, metavar="S", help="time to measure each number of ranks"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    parser.add_argument("--json", type=_parse_json, metavar="FILE", help="write all figures there as well")
     given = parser.parse_args(arguments)
     options = Options(given.ranks, given.seconds, _show_progress)
 
@@ -876,6 +928,10 @@ def main(arguments: list[str] | None = None) -> int:
         options.progress("")
         print(f"bench.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        options.progress("")
+        print("bench.py: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0

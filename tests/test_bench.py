@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark runs, and its figures are what its documentation says. How large they are is not asserted here."""
 
+import contextlib
 import json
+import os
+import pty
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +54,7 @@ def test_handshake_is_measured_against_the_bare_star(report: dict[str, Any]) -> 
     assert all(value > 0 for value in row.values())
     assert row["handshake_median_us"] <= row["handshake_p99_us"]
     assert row["star_median_us"] <= row["star_p99_us"]
-    assert row["ratio"] == pytest.approx(row["handshake_median_us"] / row["star_median_us"])
-    assert row["ratio_lower_quartile"] <= row["ratio_upper_quartile"]
+    assert row["ratio_lower_quartile"] <= row["ratio"] <= row["ratio_upper_quartile"]
     # Back to back: what passes between two answers is one handshake.
     assert 0.1 < row["handshakes_per_s"] * row["handshake_median_us"] / 1e6 < 10
 
@@ -89,13 +93,18 @@ def test_graphs_are_measured_where_torch_is_installed(report: dict[str, Any]) ->
         return
     assert all(row["nodes"] > 0 and row["ms"] > 0 for row in rows)
     fingerprints = [row for row in rows if row["what"] == "graph_fingerprint()"]
-    assert [round(row["nodes"], -3) for row in fingerprints] == [1_000, 10_000]
-    assert all(row["ratio"] > 0 for row in fingerprints)
+    splits = [row for row in rows if row["what"] == "split_skinny()"]
+    for measured in (fingerprints, splits):
+        assert [round(row["nodes"], -3) for row in measured] == [1_000, 10_000]
+        assert all(row["ratio"] > 0 for row in measured)
     notes = {row["what"]: row["note"] for row in rows if row["what"].startswith("plan")}
     [few] = {note for what, note in notes.items() if what.endswith("100")}
     assert few == "526 of 526 collectives fat"
     [none] = {note for what, note in notes.items() if what.endswith("all")}
     assert none == "0 of 526 collectives fat"
+    # Each plan but the one that isn't one has its split.
+    kinds = [row["what"].partition(",")[0] for row in rows]
+    assert kinds.count("split by it") == kinds.count("plan") - 1
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,9 @@ def test_graphs_are_measured_where_torch_is_installed(report: dict[str, Any]) ->
         (["--seconds", "-1"], "between 0 and 3600"),
         (["--seconds", "nan"], "between 0 and 3600"),
         (["--seconds", "soon"], "no number of seconds"),
+        (["--ranks", ""], "no list of numbers"),
+        (["--json", "no/such/folder/report.json"], "can't write 'no/such/folder/report.json': No such file"),
+        (["--json", str(PROJECT)], "Is a directory"),
         (["--jsn", "x"], "unrecognized arguments"),
     ],
 )
@@ -117,6 +129,55 @@ def test_wrong_arguments_are_named(
         bench.main(arguments)
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_file_for_the_json_is_only_tried(tmp_path: Path) -> None:
+    """A run that fails leaves no empty file, and an old report as it was."""
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    assert bench._parse_json(str(new)) == new
+    assert bench._parse_json(str(old)) == old
+    assert not new.exists()
+    assert old.read_text() == "{}"
+
+
+def _read_on(terminal: int) -> bytes:
+    """What is shown next; nothing once nobody has the terminal open any more, of which Linux makes an error."""
+    assert select.select([terminal], [], [], 30)[0], "nothing happens, or a process was left behind"
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
+
+
+def test_ctrl_c_ends_it_without_a_trace() -> None:
+    """On a terminal, where it shows what it does."""
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, str(PROJECT / "bench.py"), "--ranks", "3", "--seconds", "60"],
+        env=child_environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while b"s left" not in shown:
+            shown += _read_on(ours)
+        os.killpg(running.pid, signal.SIGINT)  # to all of its processes, as a terminal does
+        while data := _read_on(ours):
+            shown += data
+        assert running.wait(30) == 128 + signal.SIGINT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+        os.close(ours)
+    assert b"handshake, 3 ranks: starting" in shown
+    assert shown.rstrip().endswith(b"bench.py: interrupted")
+    assert b"Traceback" not in shown
 
 
 def _child_that_fails(pipe: object) -> None:
