@@ -19,8 +19,9 @@ with the votes on it so far. While a cell is open nobody disagrees about it, so:
   split before, or a member that has gone past: SPLIT, whichever of the three it is;
 - any other vote opens a cell; open cells that end before it, and lack the voter, have been passed: SPLIT.
 
-A settled cell is forgotten, and nothing grows with the number of handshakes. A vote costs a few dictionary operations
-for each of its groups, whatever their size.
+A settled cell is forgotten, and nothing grows with the number of handshakes. Only of spans that ended in TIMEOUT or
+PEER_LOST each line keeps the last few, so that a latecomer gets what the others had; to forget one is safe, since what
+is not known is split. A vote costs a few dictionary operations for each of its groups, whatever their size.
 """
 
 import enum
@@ -51,8 +52,17 @@ NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
 NOTICE_INTERVAL_S = 60.0
 
 # How long a wait cycle must stand before it is answered where one of its ranks may still vote from another thread:
-# long enough for that thread to reach its vote, short against a vote's timeout.
+# long enough for that thread to reach its vote. Half the smallest timeout in the cycle, if that is less: its ranks get
+# SPLIT, and not TIMEOUT.
 CYCLE_GRACE_S = 5.0
+
+# Blocks that stood in a wait cycle for its grace are remembered: a job that runs into the cycle at every step waits for
+# it once. Two for each rank of a world of thousands, some 3 MB; the oldest are forgotten.
+MAX_BLOCKS_REMEMBERED = 16_384
+
+# Spans of one line that ended in TIMEOUT or PEER_LOST, kept for latecomers: about as many votes as ranks have under
+# way when they give up, and no more memory than a line takes anyway. A latecomer to an older one is split.
+MAX_FAILURES_A_LINE = 64
 
 # Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a loop that has
 # run away.
@@ -106,10 +116,24 @@ class Notice(NamedTuple):
 
 
 class Group:
-    """A process group's line: how far each member has got, and the cells that are open."""
+    """A process group's line: how far each member has got, and the cells that are open.
+
+    `unknown_to` holds the members that had votes under way when the group was declared, and when the last of them was
+    cast; some whose votes are all answered may be left in it.
+    """
 
     __slots__ = (
-        "_name", "cells", "frontier", "highest_frontier", "last_finding", "lost", "lost_finding", "members", "ranks"
+        "_name",
+        "cells",
+        "failures",
+        "frontier",
+        "highest_frontier",
+        "last_split",
+        "lost",
+        "lost_finding",
+        "members",
+        "ranks",
+        "unknown_to",
     )
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -119,7 +143,9 @@ class Group:
         self.highest_frontier = 0
         self.cells: dict[tuple[int, int], _Cell] = {}
         self.lost: set[int] = set()
-        self.last_finding: tuple[int, int, _Finding] | None = None  # (start, end, why it was not fat)
+        self.unknown_to: dict[int, float] = {}
+        self.last_split: tuple[int, int, _Finding] | None = None  # (start, end, why)
+        self.failures: dict[tuple[int, int], _Failure] = {}  # of the last spans that ended in one, oldest first
         self.lost_finding: _Finding | None = None  # the last one made for `lost` as it is
         self._name = ""
 
@@ -129,6 +155,15 @@ class Group:
         if not self._name:
             self._name = format_ranks(self.ranks)
         return self._name
+
+    def note(self, start: int, end: int, finding: "_Finding") -> None:
+        """Keeps why a span was not fat, for latecomers."""
+        if finding.failure is None:
+            self.last_split = (start, end, finding)
+            return
+        self.failures[(start, end)] = finding.failure
+        if len(self.failures) > MAX_FAILURES_A_LINE:
+            del self.failures[next(iter(self.failures))]
 
 
 Span = tuple[Group, int, int]
@@ -152,6 +187,13 @@ class _Vote:
     def cells(self) -> list["_Cell"]:
         """The open cells that it is in."""
         return [group.cells[(start, end)] for group, start, end in self.spans]
+
+    def block(self) -> "_Block":
+        return self.rank, self.spans[0][0], self.component.fingerprint
+
+    def grace_s(self) -> float:
+        """How long a wait cycle that holds it may stand."""
+        return CYCLE_GRACE_S if self.timeout_s is None else min(CYCLE_GRACE_S, self.timeout_s / 2)
 
     def next_look(self) -> float:
         """When something is to be done about it: tell its rank that it still waits, or give up."""
@@ -224,14 +266,33 @@ class _Component:
         self.votes = []
 
 
+# A rank that waits with some graph on some group, at whichever position.
+_Block = tuple[int, Group, str | bytes]
+
+# For each component those that it waits for, and the votes there whose ranks it lacks.
+_Waits = dict[_Component, dict[_Component, list[_Vote]]]
+
+
+class _Failure(NamedTuple):
+    """What a latecomer is told of a handshake that ended in TIMEOUT or PEER_LOST: `the others {did} there{detail}`."""
+
+    outcome: Outcome
+    group: Group
+    span: tuple[int, int]
+    did: str
+    detail: str
+    lost: tuple[int, ...] = ()
+
+
 class _Finding(NamedTuple):
-    """Why a component can't be fat: an outcome and what to say of it."""
+    """Why a component can't be fat: an outcome and what to say of it. `failure` is there unless it is SPLIT."""
 
     outcome: Outcome
     reason: str
     ranks: tuple[int, ...] = ()
     group: tuple[int, ...] | None = None
     span: tuple[int, int] | None = None
+    failure: _Failure | None = None
 
 
 class _CollectiveHandshakeConsensus:
@@ -264,7 +325,9 @@ class _CollectiveHandshakeConsensus:
         self._labels: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._contested: set[int] = set()  # ranks that wait while an open cell waits for them
-        self._cycle_stands = False  # whether a wait cycle is left to `CYCLE_GRACE_S`
+        self._cycles_due: float | None = None  # when wait cycles are to be looked for, if any may stand
+        self._blocking_seen = False  # whether a vote has ever come that may close a cycle of which nobody is in doubt
+        self._stood: dict[_Block, None] = {}  # blocks that stood in a cycle for its grace, oldest first
         self._next_deadline: float | None = None
 
     # ------------------------------------------------------------------ what happens
@@ -278,7 +341,8 @@ class _CollectiveHandshakeConsensus:
             request: the vote. Groups that are idle in it (count 0) say nothing.
             now: the time, in seconds.
             blocking: the rank does nothing else until this vote is answered. A wait cycle is answered at once if all
-                its ranks are known to be blocked, else when it has stood for `CYCLE_GRACE_S`.
+                its ranks are known to be blocked, from this or because they stood in a cycle so before; else when it
+                has stood for `CYCLE_GRACE_S`.
 
         Raises:
             HandshakeConfigError: the rank, or a member of a group, is outside the world.
@@ -293,6 +357,8 @@ class _CollectiveHandshakeConsensus:
             for group, count in request.pg_collective_counts.items()
             if count.num_collectives_in_graph
         ]
+        if blocking:
+            self._blocking_seen = True
         return self.cast(rank, spans, request.executable_fingerprint, now, request, blocking)
 
     def group(self, pg: Any) -> Group:
@@ -314,9 +380,8 @@ class _CollectiveHandshakeConsensus:
         made = self._groups[key] = Group(key.ranks)
         for rank in key.ranks:
             self._groups_of_rank[rank].add(made)
-            for vote in self._pending_of_rank[rank]:
-                for cell in vote.cells():
-                    cell.without.add(made)
+            if self._pending_of_rank[rank]:
+                made.unknown_to[rank] = self._pending_of_rank[rank][-1].arrived
         made.lost.update(made.members & self._lost.keys())
         return made
 
@@ -343,11 +408,10 @@ class _CollectiveHandshakeConsensus:
         self._refuse_what_can_not_be(rank, spans)
         if not spans:
             return [Decision(rank, Outcome.FAT, "", request)]
-        for group, start, end in spans:
-            cells = group.cells
-            if len(cells) > 1 or (cells and (start, end) not in cells):
-                self._settle_cells_passed(rank, group, start, now, decisions)
-        finding = self._finding_against(vote, fingerprint)
+        failed = self._failed_before(vote)
+        if failed is None:
+            self._settle_cells_passed(vote, now, decisions)
+        finding = failed or self._finding_against(vote, fingerprint)
         for group, _, end in spans:
             group.frontier[rank] = end
             if end > group.highest_frontier:
@@ -355,6 +419,8 @@ class _CollectiveHandshakeConsensus:
         self._last_vote[rank] = vote
         if finding is not None:
             self._settle_with_all_linked(vote, finding, now, decisions)
+            if failed is not None:  # what it has gone past may be linked with it as well, and a failure is graver
+                self._settle_cells_passed(vote, now, decisions)
             return decisions
 
         opened = self._join(vote, fingerprint)
@@ -433,14 +499,14 @@ class _CollectiveHandshakeConsensus:
         return votes
 
     def expire(self, now: float) -> list[Decision]:
-        """Answers the votes whose time is up: TIMEOUT for a whole component when its oldest vote has waited
-        its timeout, SPLIT for a wait cycle that has stood for `CYCLE_GRACE_S`."""
+        """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for `CYCLE_GRACE_S`, TIMEOUT for a
+        whole component when its oldest vote has waited its timeout."""
         decisions: list[Decision] = []
+        if self._cycles_due is not None:
+            self._settle_wait_cycles(now, decisions)
         for component in list(self._components):
             if any(vote.timeout_s is not None and vote.arrived + vote.timeout_s <= now for vote in component.votes):
                 self._settle(component, self._timeout_finding(component, now), now, decisions)
-        if self._contested:
-            self._settle_wait_cycles(now, decisions, standing=True)
         return decisions
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
@@ -457,7 +523,7 @@ class _CollectiveHandshakeConsensus:
         for group in self._groups_of_rank[rank]:
             group.lost.add(rank)
             group.lost_finding = None
-        for group in self._groups_of_rank[rank]:
+        for group in sorted(self._groups_of_rank[rank], key=lambda group: group.ranks):
             while group.cells:
                 cell = next(iter(group.cells.values()))
                 finding = self._lost_finding(group, (cell.start, cell.end))
@@ -499,8 +565,8 @@ class _CollectiveHandshakeConsensus:
                     text = text or f"waiting for {self._describe_missing(component, now)}"
                     due.append(Notice(vote.rank, text, vote.request))
                 self._wake_at(vote.next_look())
-                if self._contested and vote.arrived + CYCLE_GRACE_S > now:
-                    self._wake_at(vote.arrived + CYCLE_GRACE_S)
+        if self._cycles_due is not None:
+            self._wake_at(self._cycles_due)
         return due
 
     # ------------------------------------------------------------------ a vote arrives
@@ -525,45 +591,72 @@ class _CollectiveHandshakeConsensus:
                 ranks=[rank],
             )
 
-    def _settle_cells_passed(
-        self, rank: int, group: Group, start: int, now: float, decisions: list[Decision]
-    ) -> None:
-        """SPLIT for the open cells of `group` that `rank`, whose next span begins at `start`, never voted on."""
-        for cell in list(group.cells.values()):
-            if cell.end <= start and rank not in cell.voters and group.cells.get((cell.start, cell.end)) is cell:
-                span = f"[{cell.start}, {cell.end})"
-                finding = _Finding(
-                    Outcome.SPLIT,
-                    f"{self._name(rank)} has gone past {span} on {group.name} without a vote there: "
-                    f"its next one starts at {start}. It issued these collectives outside a compiled graph, or "
-                    f"compiled a graph that the others lack",
-                    (rank,),
-                    group.ranks,
-                    (cell.start, cell.end),
-                )
-                self._settle(cell.component, finding, now, decisions)
+    def _settle_cells_passed(self, vote: _Vote, now: float, decisions: list[Decision]) -> None:
+        """SPLIT for the open cells before the spans of `vote` that its rank never voted on."""
+        rank = vote.rank
+        for group, start, end in vote.spans:
+            if not group.cells or (len(group.cells) == 1 and (start, end) in group.cells):
+                continue
+            for cell in list(group.cells.values()):
+                if cell.end <= start and rank not in cell.voters and group.cells.get((cell.start, cell.end)) is cell:
+                    span = f"[{cell.start}, {cell.end})"
+                    finding = _Finding(
+                        Outcome.SPLIT,
+                        f"{self._name(rank)} has gone past {span} on {group.name} without a vote there: "
+                        f"its next one starts at {start}. It issued these collectives outside a compiled graph, or "
+                        f"compiled a graph that the others lack",
+                        (rank,),
+                        group.ranks,
+                        (cell.start, cell.end),
+                    )
+                    self._settle(cell.component, finding, now, decisions)
+
+    def _failed_before(self, vote: _Vote) -> _Finding | None:
+        """Why `vote` gets TIMEOUT or PEER_LOST at once: a member is gone, or others had it at one of its spans."""
+        late = []
+        for group, start, end in vote.spans:
+            if group.lost:
+                return self._lost_finding(group, (start, end))
+            if group.highest_frontier > start:
+                for (failed_from, failed_to), failure in group.failures.items():
+                    if failed_from < end and start < failed_to:
+                        late.append((failure, group, start, end))
+        if not late:
+            return None
+        return self._late_finding(vote.rank, *max(late, key=lambda found: found[0].outcome is Outcome.PEER_LOST))
 
     def _finding_against(self, vote: _Vote, fingerprint: str | bytes) -> _Finding | None:
-        """Why `vote` and all that it is linked with can't be fat; None if nothing speaks against it so far."""
-        finding = None
+        """Why `vote` and all that it is linked with are split; None if nothing speaks against it so far."""
         voted_on = {span[0] for span in vote.spans}
         belongs_to = self._groups_of_rank[vote.rank]
         lacks = belongs_to - voted_on if len(belongs_to) > len(voted_on) else None
         for group, start, end in vote.spans:
-            if group.lost:
-                return self._lost_finding(group, (start, end))
             cell = group.cells.get((start, end))
             if cell is None:
-                if finding is None and group.highest_frontier > start:
-                    finding = self._meets_other_span(vote, group, start, end)
-            elif finding is None:
-                if cell.component.fingerprint != fingerprint:
-                    finding = self._fingerprints_differ(vote, fingerprint, cell)
-                elif (lacks and not cell.beside.isdisjoint(lacks)) or (
-                    cell.without and not cell.without.isdisjoint(voted_on)
-                ):
-                    finding = self._groups_differ(vote, cell, voted_on)
-        return finding
+                if group.highest_frontier > start:
+                    return self._meets_other_span(vote, group, start, end)
+            elif cell.component.fingerprint != fingerprint:
+                return self._fingerprints_differ(vote, fingerprint, cell)
+            elif (
+                (lacks and not cell.beside.isdisjoint(lacks))
+                or (cell.without and not cell.without.isdisjoint(voted_on))
+                or any(other.unknown_to and self._was_unknown_in(cell, other) for other in voted_on)
+            ):
+                return self._groups_differ(vote, cell, voted_on)
+        return None
+
+    def _was_unknown_in(self, cell: _Cell, group: Group) -> bool:
+        """Whether a member of `group` has a vote in the cell from before the group was declared: `without` lacks it."""
+        while group.unknown_to:
+            rank, last_cast = next(iter(group.unknown_to.items()))
+            pending = self._pending_of_rank[rank]
+            if pending and pending[0].arrived <= last_cast:
+                break
+            del group.unknown_to[rank]
+        return any(
+            all(span[0] is not group for span in cell.voters[rank].spans)
+            for rank in group.unknown_to.keys() & cell.voters.keys()
+        )
 
     def _settle_with_all_linked(
         self, vote: _Vote, finding: _Finding, now: float, decisions: list[Decision]
@@ -571,7 +664,7 @@ class _CollectiveHandshakeConsensus:
         """Answers `vote`, which opens and joins no cell, and the components that its spans overlap."""
         decisions.append(self._decide(vote, finding, now))
         for group, start, end in vote.spans:
-            group.last_finding = (start, end, finding)
+            group.note(start, end, finding)
             for cell in list(group.cells.values()):
                 if cell.start < end and start < cell.end and group.cells.get((cell.start, cell.end)) is cell:
                     self._settle(cell.component, finding, now, decisions)
@@ -625,7 +718,7 @@ class _CollectiveHandshakeConsensus:
         for cell in component.cells:
             del cell.group.cells[(cell.start, cell.end)]
             if finding is not None:
-                cell.group.last_finding = (cell.start, cell.end, finding)
+                cell.group.note(cell.start, cell.end, finding)
         del self._components[component]
         for vote in component.votes:
             self._pending_of_rank[vote.rank].remove(vote)
@@ -670,8 +763,14 @@ class _CollectiveHandshakeConsensus:
             for other in self._waiting_members(cell.group):
                 if other.rank not in cell.voters:
                     self._note_that_it_waits_for(cell, other.rank)
-        if self._contested and (self._cycle_stands or self._is_in_wait_cycle(vote.component)):
-            self._settle_wait_cycles(now, decisions, standing=False)
+        if not self._contested:
+            return
+        if self._cycles_due is None and not self._is_in_wait_cycle(vote.component):
+            return
+        if self._cycles_due is None or self._blocking_seen or vote.block() in self._stood:
+            self._settle_wait_cycles(now, decisions)
+        else:  # nothing is answered before its grace is over: not for each of thousands of votes until then
+            self._look_at_cycles_by(now + vote.grace_s())
 
     def _note_that_it_waits_for(self, cell: _Cell, rank: int) -> None:
         self._contested.add(rank)
@@ -707,7 +806,8 @@ class _CollectiveHandshakeConsensus:
 
     def _waiting_members(self, group: Group) -> Iterator[_Vote]:
         """A vote of each member of the group that waits; through its ranks, or through the votes if they are fewer."""
-        if sum(len(component.votes) for component in self._components) < len(group.ranks):
+        few = len(self._components) < len(group.ranks)
+        if few and sum(len(component.votes) for component in self._components) < len(group.ranks):
             for component in self._components:
                 for vote in component.votes:
                     if vote.rank in group.members:
@@ -716,56 +816,55 @@ class _CollectiveHandshakeConsensus:
             for rank in group.ranks:
                 yield from self._pending_of_rank[rank][:1]
 
-    def _settle_wait_cycles(self, now: float, decisions: list[Decision], *, standing: bool) -> None:
+    def _settle_wait_cycles(self, now: float, decisions: list[Decision]) -> None:
         """SPLIT for the components that wait for one another in a cycle.
 
         One component waits for another when it lacks the vote of a rank that is blocked in the other. Only contested
         ranks make such a pair, and in a healthy job there are none. A cycle of ranks that are known to be blocked is
-        answered at once; one in which a rank may still vote only where `standing` is set, and once nothing has been
-        added to it for `CYCLE_GRACE_S`.
+        answered at once. One in which a rank may still vote is answered once nothing has been added to it for its
+        grace, and before one of its votes is out of time.
         """
         self._contested = {
             rank for rank in self._contested if self._pending_of_rank[rank] and self._is_contested(rank)
         }
-        for cycle in self._wait_cycles({rank for rank in self._contested if self._is_known_blocked(rank)}):
+        for cycle in self._wait_cycles(known_blocked=True):
             self._settle_cycle(cycle, now, decisions)
-        self._cycle_stands = False
-        for cycle in self._wait_cycles(self._contested):
-            answered_at = max(vote.arrived for component in cycle for vote in component.votes) + CYCLE_GRACE_S
-            if standing and answered_at <= now:
-                self._settle_cycle(cycle, now, decisions)
+        self._cycles_due = None
+        for cycle in self._wait_cycles(known_blocked=False):
+            votes = [vote for component in cycle for vote in component.votes]
+            due = max(vote.arrived for vote in votes) + min(vote.grace_s() for vote in votes)
+            due = min([due, *(vote.arrived + vote.timeout_s for vote in votes if vote.timeout_s is not None)])
+            if due > now:
+                self._look_at_cycles_by(due)
                 continue
-            self._cycle_stands = True
-            if answered_at > now:
-                self._wake_at(answered_at)
+            for waited_for in cycle.values():
+                self._stood.update((vote.block(), None) for blocked in waited_for.values() for vote in blocked)
+            self._settle_cycle(cycle, now, decisions)
+        while len(self._stood) > MAX_BLOCKS_REMEMBERED:
+            del self._stood[next(iter(self._stood))]
 
-    def _is_known_blocked(self, rank: int) -> bool:
-        votes = self._pending_of_rank[rank]
-        return len(votes) == 1 and votes[0].blocking
+    def _look_at_cycles_by(self, when: float) -> None:
+        if self._cycles_due is None or when < self._cycles_due:
+            self._cycles_due = when
+            self._wake_at(when)
 
-    def _wait_cycles(self, ranks: set[int]) -> list[dict[_Component, dict[_Component, int]]]:
-        """The sets of components that wait for one another through the blocks of `ranks`: for each component, those
-        of its set that it waits for, and the rank whose vote it lacks."""
-        waits_for: dict[_Component, dict[_Component, int]] = {}
-        for rank in sorted(ranks):
-            for cell in self._cells_waiting_for(rank):
-                for vote in self._pending_of_rank[rank]:
-                    waits_for.setdefault(cell.component, {})[vote.component] = rank
-        reachable = {component: _reachable(component, waits_for) for component in waits_for}
-        left = {component for component in waits_for if component in reachable[component]}
-        cycles = []
-        while left:
-            start = next(iter(left))
-            together = {other for other in left if other in reachable[start] and start in reachable[other]}
-            left -= together
-            cycles.append(
-                {c: {other: rank for other, rank in waits_for[c].items() if other in together} for c in together}
-            )
-        return cycles
+    def _is_known_blocked(self, vote: _Vote) -> bool:
+        return (vote.blocking and len(self._pending_of_rank[vote.rank]) == 1) or vote.block() in self._stood
 
-    def _settle_cycle(
-        self, cycle: dict[_Component, dict[_Component, int]], now: float, decisions: list[Decision]
-    ) -> None:
+    def _wait_cycles(self, *, known_blocked: bool) -> list[_Waits]:
+        """The sets of components that wait for one another, through votes that are known to block their ranks or
+        through any."""
+        waits_for: _Waits = {}
+        for rank in sorted(self._contested):
+            votes = [
+                vote for vote in self._pending_of_rank[rank] if not known_blocked or self._is_known_blocked(vote)
+            ]
+            for cell in sorted(self._cells_waiting_for(rank), key=lambda cell: (cell.group.ranks, cell.start)):
+                for vote in votes:
+                    waits_for.setdefault(cell.component, {}).setdefault(vote.component, []).append(vote)
+        return _cycles(waits_for)
+
+    def _settle_cycle(self, cycle: _Waits, now: float, decisions: list[Decision]) -> None:
         finding = self._cycle_finding(cycle)
         for component in sorted(cycle, key=lambda component: (component.votes[0].arrived, component.votes[0].rank)):
             self._settle(component, finding, now, decisions)
@@ -791,7 +890,7 @@ class _CollectiveHandshakeConsensus:
     def _groups_differ(self, vote: _Vote, cell: _Cell, voted_on: set[Group]) -> _Finding:
         for other in cell.voters.values():
             others_groups = {span[0] for span in other.spans}
-            for group in others_groups ^ voted_on:
+            for group in sorted(others_groups ^ voted_on, key=lambda group: group.ranks):
                 if vote.rank in group.members and other.rank in group.members:
                     has, lacks = (vote, other) if group in voted_on else (other, vote)
                     return _Finding(
@@ -819,26 +918,31 @@ class _CollectiveHandshakeConsensus:
                     (start, end),
                 )
         # Nobody is counted here: thousands of latecomers may each come this way.
-        if group.last_finding is not None:
-            last_start, last_end, finding = group.last_finding
-            if last_start < end and start < last_end:
-                if finding.outcome is Outcome.SPLIT:
-                    return finding
-                return _Finding(
-                    Outcome.SPLIT,
-                    f"{self._name(vote.rank)} is late at {span}: the others had {finding.outcome.name} there "
-                    f"({finding.reason})",
-                    (vote.rank,),
-                    group.ranks,
-                    (start, end),
-                )
+        if group.last_split is not None:
+            split_from, split_to, finding = group.last_split
+            if split_from < end and start < split_to:
+                return finding
         return _Finding(
             Outcome.SPLIT,
             f"{self._name(vote.rank)} is late at {span}: another rank is at {group.highest_frontier} already, and "
-            f"had no vote of the same span",
+            f"no vote of the same span waits there",
             (vote.rank,),
             group.ranks,
             (start, end),
+        )
+
+    def _late_finding(self, rank: int, failure: _Failure, group: Group, start: int, end: int) -> _Finding:
+        where = "there"
+        if failure.group is not group or failure.span != (start, end):
+            where = f"at [{failure.span[0]}, {failure.span[1]}) on {failure.group.name}"
+        return _Finding(
+            failure.outcome,
+            f"{self._name(rank)} is late at [{start}, {end}) on {group.name}: the others {failure.did} {where}"
+            f"{failure.detail}",
+            failure.lost or (rank,),
+            group.ranks,
+            (start, end),
+            failure,
         )
 
     def _lost_finding(self, group: Group, span: tuple[int, int]) -> _Finding:
@@ -854,18 +958,28 @@ class _CollectiveHandshakeConsensus:
             tuple(lost),
             group.ranks,
             span,
+            _Failure(
+                Outcome.PEER_LOST,
+                group,
+                span,
+                f"lost {format_ranks(lost)}",
+                f": {causes}. Restart the job",
+                tuple(lost),
+            ),
         )
         return group.lost_finding
 
     def _timeout_finding(self, component: _Component, now: float) -> _Finding:
         cell = next(cell for cell in component.cells if len(cell.voters) < len(cell.group.ranks))
         missing = {rank for open_cell in component.cells for rank in open_cell.missing()}
+        waited_s = now - min(vote.arrived for vote in component.votes)
         return _Finding(
             Outcome.TIMEOUT,
             f"gave up waiting for {self._describe_missing(component, now)}",
             tuple(sorted(missing)),
             cell.group.ranks,
             (cell.start, cell.end),
+            _Failure(Outcome.TIMEOUT, cell.group, (cell.start, cell.end), "gave up", f" after {waited_s:.1f} s"),
         )
 
     def _describe_missing(self, component: _Component, now: float) -> str:
@@ -892,19 +1006,18 @@ class _CollectiveHandshakeConsensus:
         state = "still waits in" if self._pending_of_rank[rank] else "last voted on"
         return f"{state} {where}, {now - last.arrived:.1f} s ago"
 
-    def _cycle_finding(self, cycle: dict[_Component, dict[_Component, int]]) -> _Finding:
-        blocked: dict[int, _Cell] = {}
+    def _cycle_finding(self, cycle: _Waits) -> _Finding:
+        blocked: dict[int, Span] = {}
         for waited_for in cycle.values():
-            for component, rank in waited_for.items():
-                vote = next(vote for vote in self._pending_of_rank[rank] if vote.component is component)
-                blocked[rank] = vote.cells()[0]
+            for votes in waited_for.values():
+                blocked.update((vote.rank, vote.spans[0]) for vote in votes)
         described = ", ".join(
-            f"{self._name(rank)} waits at [{cell.start}, {cell.end}) on {cell.group.name}"
-            for rank, cell in sorted(blocked.items())[:MAX_RANKS_LAST_SEEN]
+            f"{self._name(rank)} waits at [{blocked[rank][1]}, {blocked[rank][2]}) on {blocked[rank][0].name}"
+            for rank in sorted(blocked)[:MAX_RANKS_LAST_SEEN]
         )
-        first = blocked[min(blocked)]
+        group, start, end = blocked[min(blocked)]
         if len(blocked) == 1:
-            lacking = next(cell for cell in self._cells_waiting_for(min(blocked)))
+            lacking = min(self._cells_waiting_for(min(blocked)), key=lambda cell: (cell.group.ranks, cell.start))
             reason = (
                 f"{described}, and others of that handshake wait for it at [{lacking.start}, {lacking.end}) on "
                 f"{lacking.group.name}: it can't vote there before they have voted here"
@@ -914,24 +1027,57 @@ class _CollectiveHandshakeConsensus:
                 f"{format_ranks(blocked)} wait for one another in a cycle: {described}. "
                 f"They issue collectives on these groups in different orders"
             )
-        return _Finding(
-            Outcome.SPLIT, reason, tuple(sorted(blocked)), first.group.ranks, (first.start, first.end)
-        )
+        return _Finding(Outcome.SPLIT, reason, tuple(sorted(blocked)), group.ranks, (start, end))
 
     def _wake_at(self, when: float) -> None:
         if self._next_deadline is None or when < self._next_deadline:
             self._next_deadline = when
 
 
-def _reachable(start: _Component, edges: dict[_Component, dict[_Component, int]]) -> set[_Component]:
-    found: set[_Component] = set()
-    frontier = [start]
-    while frontier:
-        for following in edges.get(frontier.pop(), ()):
-            if following not in found:
-                found.add(following)
-                frontier.append(following)
-    return found
+def _cycles(waits_for: _Waits) -> list[_Waits]:
+    """The parts of a graph in which each node can be reached from each; nodes on no cycle are left out. Kosaraju's
+    algorithm: two walks along all edges, however many components there are."""
+    finished: list[_Component] = []
+    seen: set[_Component] = set()
+    walk: list[tuple[_Component, Iterator[_Component]]] = []
+    for start in waits_for:
+        if start in seen:
+            continue
+        seen.add(start)
+        walk.append((start, iter(waits_for[start])))
+        while walk:
+            node, following = walk[-1]
+            other = next((other for other in following if other not in seen), None)
+            if other is None:
+                finished.append(walk.pop()[0])
+            else:
+                seen.add(other)
+                walk.append((other, iter(waits_for.get(other, ()))))
+    lacking: dict[_Component, list[_Component]] = {}
+    for node, edges in waits_for.items():
+        for other in edges:
+            lacking.setdefault(other, []).append(node)
+    cycles = []
+    for start in reversed(finished):
+        if start not in seen:
+            continue
+        seen.discard(start)
+        together = {start: None}
+        follow = [start]
+        while follow:
+            for other in lacking.get(follow.pop(), ()):
+                if other in seen:
+                    seen.discard(other)
+                    together[other] = None
+                    follow.append(other)
+        if len(together) > 1 or start in waits_for.get(start, ()):
+            cycles.append(
+                {
+                    node: {other: votes for other, votes in waits_for[node].items() if other in together}
+                    for node in together
+                }
+            )
+    return cycles
 
 
 def _show(fingerprint: str | bytes) -> str:

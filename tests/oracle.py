@@ -128,9 +128,9 @@ def verdicts(votes: Sequence[Vote]) -> list[str]:
     return answers
 
 
-def on_a_cycle(edges: dict[int, set[int]]) -> set[int]:
-    """The nodes from which a walk along `edges` comes back to them."""
-    found = set()
+def cycles_of(edges: dict[int, set[int]]) -> list[set[int]]:
+    """The sets of nodes from each of which a walk along `edges` leads to each, itself included."""
+    reached_from: dict[int, set[int]] = {}
     for start in edges:
         reached: set[int] = set()
         walk = list(edges[start])
@@ -139,33 +139,46 @@ def on_a_cycle(edges: dict[int, set[int]]) -> set[int]:
             if node not in reached:
                 reached.add(node)
                 walk.extend(edges.get(node, ()))
-        if start in reached:
-            found.add(start)
+        reached_from[start] = reached
+    found: list[set[int]] = []
+    for start, reached in reached_from.items():
+        cycle = {node for node in reached if start in reached_from.get(node, ())}
+        if start in cycle and cycle not in found:
+            found.append(cycle)
     return found
 
 
 class Oracle:
-    """The rule together with wait cycles, timeouts and lost ranks.
+    """The rule together with wait cycles, timeouts, lost ranks, and those who come late to one of these.
 
     Each event returns what must be answered now: `{index of the vote: the outcomes that are right}`, more than one
-    where two reasons apply at once and the design does not say which comes first; WAITS among them where no answer is
-    right as well. The caller gives back what was chosen by `record`.
+    where the design does not say which comes first; WAITS among them where no answer is right as well. The caller
+    gives back what was chosen by `record`.
     """
 
-    def __init__(self, timeout_s: float | None = None) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, cycle_grace_s: float = 5.0) -> None:
+        self.cycle_grace_s = cycle_grace_s
         self.votes: list[Vote] = []
         self.answers: list[str] = []
         self.cast_at: list[float] = []
+        self.timeouts_s: list[float] = []
         self.blocking: list[bool] = []
         self.lost: set[int] = set()
+        self.stood: set[tuple[int, Group, str]] = set()  # blocks that stood in a cycle for its grace
+        self.standing: dict[int, set[tuple[int, Group, str]]] = {}  # which ones did if this vote is answered now
 
-    def put(self, vote: Vote, now: float, *, blocking: bool = True) -> dict[int, set[str]]:
+    def put(
+        self, vote: Vote, now: float, *, blocking: bool = True, timeout_s: float = float("inf")
+    ) -> dict[int, set[str]]:
         self.votes.append(vote)
         self.answers.append(WAITS)
         self.cast_at.append(now)
+        self.timeouts_s.append(timeout_s)
         self.blocking.append(blocking)
-        return self.due()
+        due = self.due()
+        for place in self.note_cycles_that_stood(now, due):
+            due[place] = {SPLIT, WAITS}
+        return due
 
     def drop(self, rank: int) -> dict[int, set[str]]:
         self.lost.add(rank)
@@ -176,51 +189,92 @@ class Oracle:
 
     def expire(self, now: float) -> dict[int, set[str]]:
         due = self.due()
-        for component in self.waiting_components():
-            if self.timeout_s is not None and now - min(self.cast_at[place] for place in component) >= self.timeout_s:
-                for place in component:
-                    due.setdefault(place, set()).add(TIMEOUT)
+        for place in self.note_cycles_that_stood(now, due):
+            due[place] = {SPLIT}
+        for component in self.waiting_components(answered=due.keys()):
+            if self.out_of_time_at(component) <= now:
+                due.update((place, {TIMEOUT}) for place in component)
         return due
 
     def record(self, place: int, outcome: str) -> None:
         self.answers[place] = outcome
+        self.stood |= self.standing.get(place, set())
 
     def due(self) -> dict[int, set[str]]:
         answers: dict[int, set[str]] = {}
-        for component in components(self.votes):
-            outcomes = set()
-            if any(member in self.lost for member, _, _ in needs(self.votes, component)):
-                outcomes.add(PEER_LOST)
-            if has_evidence(self.votes, component) or any(
-                self.answers[place] not in (WAITS, FAT) for place in component
-            ):
-                outcomes.add(SPLIT)
-            if not outcomes and not missing(self.votes, component):
-                outcomes.add(FAT)
-            for place in component:
-                if outcomes and self.answers[place] == WAITS:
-                    answers[place] = outcomes
+        for component in self.waiting_components():
+            outcome = self.outcome(component)
+            if outcome != WAITS:
+                answers.update((place, {outcome}) for place in component)
         # What is answered now may leave a rank with one vote, for which it blocks, of the several it had. It may be
-        # taken as blocked at once or a little later; a cycle that was closed by a vote is answered at once.
+        # taken as blocked at once or a little later; a cycle that was closed by a vote is answered at once. One of
+        # blocks that stood before is, if the vote that closes it is one of them.
         may_wait = {WAITS} if answers else set()
-        for place in self.in_cycles(certain=True, answered=answers.keys()):
-            answers[place] = {SPLIT} | may_wait
+        newest = len(self.votes) - 1
+        for cycle in self.cycles(certain=True, answered=answers.keys()):
+            known = any(self.blocking[place] for place in cycle) or (newest in cycle and self.has_stood(newest))
+            answers.update((place, {SPLIT} | may_wait if known else {SPLIT, WAITS}) for place in cycle)
         return answers
 
-    def waiting_components(self, answered: Collection[int] = ()) -> list[list[int]]:
-        """Those in which no vote has been answered; `answered` are answered as well."""
-        return [
-            component
-            for component in components(self.votes)
-            if all(self.answers[place] == WAITS and place not in answered for place in component)
-        ]
+    def outcome(self, component: Sequence[int]) -> str:
+        """The gravest that applies to a component of waiting votes; what they are linked with tells it, too."""
+        had = {
+            self.answers[other]
+            for place in component
+            for other in range(len(self.votes))
+            if self.answers[other] != WAITS and linked(self.votes[place], self.votes[other])
+        }
+        if PEER_LOST in had or any(member in self.lost for member, _, _ in needs(self.votes, component)):
+            return PEER_LOST
+        if TIMEOUT in had:
+            return TIMEOUT
+        if SPLIT in had:
+            return SPLIT
+        return verdict(self.votes, component)
 
-    def in_cycles(self, certain: bool, answered: Collection[int] = ()) -> set[int]:
-        """The waiting votes that can't be answered before one of them is.
+    def out_of_time_at(self, places: Collection[int]) -> float:
+        return min(self.cast_at[place] + self.timeouts_s[place] for place in places)
+
+    def cycle_due_at(self, cycle: Collection[int]) -> float:
+        """When it has stood for its grace, or the first of its votes is out of time."""
+        grace_s = min(self.cycle_grace_s, *(self.timeouts_s[place] / 2 for place in cycle))
+        return min(max(self.cast_at[place] for place in cycle) + grace_s, self.out_of_time_at(cycle))
+
+    def note_cycles_that_stood(self, now: float, due: dict[int, set[str]]) -> set[int]:
+        """The votes in them; and what is to be remembered if they are answered."""
+        self.standing = {}
+        for cycle in self.cycles(certain=False, answered=due.keys()):
+            if self.cycle_due_at(cycle) <= now:
+                blocks = {
+                    self.block(place)
+                    for component in self.waiting_components()
+                    if cycle.issuperset(component)
+                    for place in cycle
+                    if self.votes[place].rank in missing(self.votes, component)
+                }
+                self.standing.update((place, blocks) for place in cycle)
+        return set(self.standing)
+
+    def waiting_components(self, answered: Collection[int] = ()) -> list[list[int]]:
+        """Those of the votes without an answer; `answered` have one as well."""
+        places = [
+            place for place, answer in enumerate(self.answers) if answer == WAITS and place not in answered
+        ]
+        return [[places[at] for at in component] for component in components([self.votes[at] for at in places])]
+
+    def block(self, place: int) -> tuple[int, Group, str]:
+        vote = self.votes[place]
+        return vote.rank, next(iter(vote.spans)), vote.fingerprint
+
+    def has_stood(self, place: int) -> bool:
+        return bool(self.votes[place].spans) and self.block(place) in self.stood
+
+    def cycles(self, certain: bool, answered: Collection[int] = ()) -> list[set[int]]:
+        """The sets of waiting votes none of which can be answered before another one of its set is.
 
         Args:
             certain: only ranks that surely can't vote count as waiting: those with one vote without an answer, for
-                which they block.
+                which they block, and those that stood in a cycle so before.
             answered: votes that are taken as answered as well.
         """
         waiting = self.waiting_components(answered)
@@ -230,7 +284,9 @@ class Oracle:
             edges[number] = set()
             for rank in missing(self.votes, component):
                 own = [place for place in home if self.votes[place].rank == rank]
-                if not certain or (len(own) == 1 and self.blocking[own[0]]):
-                    edges[number].update(home[place] for place in own)
-        cycles = on_a_cycle(edges)
-        return {place for place, number in home.items() if number in cycles}
+                edges[number].update(
+                    home[place]
+                    for place in own
+                    if not certain or (len(own) == 1 and self.blocking[place]) or self.has_stood(place)
+                )
+        return [{place for place, number in home.items() if number in cycle} for cycle in cycles_of(edges)]
