@@ -358,6 +358,7 @@ class Client:
     def end_exchange(self, rounds: Rounds) -> None:
         """The exchange has ended for this rank."""
         self._exchanges.pop(rounds.number, None)
+        rounds.rounds.clear()
         rounds.called_off = rounds.called_off or b"this rank has ended the exchange"
 
     # ------------------------------------------------------------------ waiting

@@ -337,7 +337,8 @@ class Server:
             vote = _protocol.vote_of_one(data)
             if vote is not None and connection.rank >= 0 and not decoder.is_within_frame:
                 if not self._vote_usually(connection, *vote):
-                    self._vote(connection, vote[2], vote[3], vote[4], [vote[6:]])
+                    _, _, number, flags, digest, _, group_number, start, num = vote
+                    self._vote(connection, number, flags, digest, [(group_number, start, start + num)])
                 return
             decoder.feed(data)
             while (message := decoder.next_message()) is not None:
@@ -472,15 +473,15 @@ class Server:
         one: int,
         group_number: int,
         start: int,
-        end: int,
+        num: int,
     ) -> bool:
         """`_vote` for the fields of `vote_of_one`, in few steps. Returns whether it is a vote that can be taken in
         them; if not, nothing has changed."""
         group = connection.groups.get(group_number)
-        if group is None or start >= end or self._reports is not None or self._splits.has_records:
+        if group is None or not num or self._reports is not None or self._splits.has_records:
             return False
         now = self._voted_at = time.monotonic()
-        spans = [(group, start, end)]
+        spans = [(group, start, start + num)]
         cast: Cast = (connection, number, flags, digest, spans)
         fat = self._consensus.cast_usual(
             connection.rank, spans, digest, now, cast, False, connection.timeout_s

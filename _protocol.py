@@ -8,7 +8,7 @@ coordinator speaks first:
     rank         HELLO      who it is, as JSON, and the proof that it knows the job's secret
     coordinator  WELCOME, or REFUSED with the reason
     rank         GROUP      once for each process group: a number for it, and its ranks as runs
-    rank         VOTE       28 bytes + 12 for each group
+    rank         VOTE       28 bytes + 16 for each group
     coordinator  VERDICT    19 bytes; before one that is not FAT, a DETAIL with the reason
 
     NOTICE (coordinator) tells a rank that waits whom it waits for. GRAPH (rank) carries a graph's text after a
@@ -77,7 +77,9 @@ _HEADER = struct.Struct("!IB")
 _GREETING = struct.Struct(f"!8sH{NONCE_BYTES}s")
 _VOTE = struct.Struct(f"!IBIB{DIGEST_BYTES}sH")  # length, kind, number, flags, digest, spans
 _VOTE_BODY = struct.Struct(f"!IB{DIGEST_BYTES}sH")
-_SPAN = struct.Struct("!III")
+# Group's number, start, how many. A server that dispatches 200 collectives a hundred times a second is past 2^32 in
+# less than three days.
+_SPAN = struct.Struct("!IQI")
 _VERDICT = struct.Struct("!IBIBBQ")  # length, kind, vote, outcome, flags, exchange
 _VERDICT_BODY = struct.Struct("!IBBQ")
 _GROUP = struct.Struct("!II")
@@ -247,17 +249,17 @@ def group(number: int, ranks: Sequence[int]) -> bytes:
 
 
 def vote(number: int, flags: int, digest: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
-    """A vote; each span is (group's number, start, end). `_VOTE.size` + 12 bytes for each span."""
+    """A vote; each span is (group's number, start, end). `_VOTE.size` + `_SPAN.size` bytes for each span."""
     if len(spans) == 1:
         return vote_on_one(number, flags, digest, *spans[0])
     length = _VOTE.size - _LENGTH.size + _SPAN.size * len(spans)
     head = _VOTE.pack(length, VOTE, number, flags, digest, len(spans))
-    return head + b"".join([_SPAN.pack(*span) for span in spans])
+    return head + b"".join([_SPAN.pack(group, start, end - start) for group, start, end in spans])
 
 
 def vote_on_one(number: int, flags: int, digest: bytes, group_number: int, start: int, end: int) -> bytes:
     """`vote` for one span."""
-    return _VOTE_OF_ONE.pack(_VOTE_OF_ONE_LENGTH, VOTE, number, flags, digest, 1, group_number, start, end)
+    return _VOTE_OF_ONE.pack(_VOTE_OF_ONE_LENGTH, VOTE, number, flags, digest, 1, group_number, start, end - start)
 
 
 def verdict(vote_number: int, outcome: int, flags: int = 0, exchange: int = 0) -> bytes:
@@ -402,7 +404,7 @@ class Decoder:
 
 def vote_of_one(data: bytes) -> tuple[int, int, int, int, bytes, int, int, int, int] | None:
     """The fields of `data` if it is one vote on one group and nothing else: length, kind, number, flags, digest,
-    1, group's number, start, end. Else None."""
+    1, group's number, start, how many. Else None."""
     if len(data) == _VOTE_OF_ONE.size and data[4] == VOTE:
         fields = _VOTE_OF_ONE.unpack(data)
         if fields[0] == _VOTE_OF_ONE_LENGTH and fields[5] == 1:
@@ -439,7 +441,8 @@ def _decode_vote(body: bytes) -> Vote:
     number, flags, digest, count = _VOTE_BODY.unpack_from(body)
     if len(body) != _VOTE_BODY.size + count * _SPAN.size or not 1 <= count <= MAX_SPANS:
         raise HandshakeProtocolError(f"a vote of {count} spans in {len(body)} bytes")
-    return Vote(number, flags, digest, list(_SPAN.iter_unpack(body[_VOTE_BODY.size :])))
+    spans = [(group, start, start + num) for group, start, num in _SPAN.iter_unpack(body[_VOTE_BODY.size :])]
+    return Vote(number, flags, digest, spans)
 
 
 def _decode_text(body: bytes) -> str:

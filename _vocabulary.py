@@ -26,8 +26,10 @@ STAGE_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_STAGE"
 # (a whole graph passed where its fingerprint belongs).
 MAX_FINGERPRINT_CHARACTERS = 1024
 
-# A collective line is numbered with 32 bits on the wire: at 1,000 collectives a second, 49 days.
-MAX_LINE_POSITION = 2**32 - 1
+# A collective line is numbered with 64 bits on the wire: 32 are used up by a server that dispatches 200 collectives a
+# hundred times a second in less than three days. How many of them are one graph's, with 32.
+MAX_LINE_POSITION = 2**64 - 1
+MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 
 DIGEST_BYTES = 16
 
@@ -323,7 +325,8 @@ class ProcessGroupCollectiveCount:
     def __init__(self, collective_count_before: int, num_collectives_in_graph: int) -> None:
         """
         Raises:
-            HandshakeConfigError: a count is negative, no integer, or past `MAX_LINE_POSITION`.
+            HandshakeConfigError: a count is negative, no integer, past `MAX_LINE_POSITION`, or of more than
+                `MAX_COLLECTIVES_IN_GRAPH`.
         """
         collective_count_before = whole_number(collective_count_before, "collective_count_before")
         num_collectives_in_graph = whole_number(num_collectives_in_graph, "num_collectives_in_graph")
@@ -335,6 +338,10 @@ class ProcessGroupCollectiveCount:
             raise HandshakeConfigError(
                 f"a collective line ends at {MAX_LINE_POSITION}, "
                 f"got {collective_count_before} + {num_collectives_in_graph}"
+            )
+        if num_collectives_in_graph > MAX_COLLECTIVES_IN_GRAPH:
+            raise HandshakeConfigError(
+                f"a graph has at most {MAX_COLLECTIVES_IN_GRAPH} collectives on a group, got {num_collectives_in_graph}"
             )
         self.collective_count_before = collective_count_before
         self.num_collectives_in_graph = num_collectives_in_graph

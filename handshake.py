@@ -43,6 +43,7 @@ if __package__:
         RankCollectiveCounts,
         as_process_group_id,
         fingerprint_digest,
+        format_ranks,
     )
 else:
     import _client
@@ -67,6 +68,7 @@ else:
         RankCollectiveCounts,
         as_process_group_id,
         fingerprint_digest,
+        format_ranks,
     )
 
 __all__ = [
@@ -678,10 +680,11 @@ class Ticket:
         if pending.facts.get("span"):
             fields["span"] = tuple(pending.facts["span"])
         if pending.outcome == _protocol.TIMEOUT:
+            about = format_ranks(fields["ranks"]) if "ranks" in fields else "the missing ranks"
             message = (
-                f"rank {settings.rank} {reason} (waited {waited_s:.1f} s). The missing ranks hang, are slower than "
-                f"that, or run other graphs: look at their logs. A longer wait: {TIMEOUT_VARIABLE}; to go on split "
-                f"instead: {ON_TIMEOUT_VARIABLE}=split"
+                f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). Look at the log of {about}: hung, slower "
+                f"than that, or running other graphs. A longer wait: {TIMEOUT_VARIABLE}; to go on split instead: "
+                f"{ON_TIMEOUT_VARIABLE}=split"
             )
             if not settings.split_on_timeout:
                 return HandshakeTimeoutError(message, **fields)

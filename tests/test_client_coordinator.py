@@ -238,6 +238,23 @@ def test_a_rank_that_votes_from_two_threads_is_not_taken_for_blocked():
         assert results == [FAT, (None, FAT, FAT), FAT, (None, FAT)]
 
 
+def test_a_job_that_runs_for_years(monkeypatch):
+    """In less than three days a busy server is past 2^32 collectives."""
+    monkeypatch.setattr(_client, "GAP_WAIT_S", 0.01)
+    with running(3) as job:
+        zero, one, two = (job.client(rank) for rank in range(3))
+        standing = counts(((0, 1), 2**40, 0), ((0, 1, 2), 2**40, 0))
+        groups = list(standing)
+        for turn in range(4):
+            standing.increment_pg_collective_counts(dict.fromkeys(groups[turn % 2 :], 3))
+            for client in (zero, one, two):
+                counted = standing if client is not two else counts(((0, 1, 2), 2**40 + 3 * turn, 3))
+                client.pending = client.vote(counted, A, 0)
+            for client in (zero, one, two):
+                client.wait(client.pending, WAIT_S)
+                assert client.pending.outcome == FAT
+
+
 def test_gaps_on_several_groups_are_waited_for_once(monkeypatch):
     waits = []
     monkeypatch.setattr(_client, "GAP_WAIT_S", 0.05)
@@ -310,7 +327,7 @@ def test_an_exception_while_a_verdict_is_read_leaves_the_connection_in_order():
 # ---------------------------------------------------------------------- waiting
 
 
-def test_timeout_names_the_missing_and_the_latecomer_is_split():
+def test_timeout_names_the_missing_and_the_latecomer_has_the_same_outcome():
     with running(3, timeout_s=0.15) as job:
         zero, one = job.client(0), job.client(1)
         world = (0, 1, 2)
@@ -325,7 +342,7 @@ def test_timeout_names_the_missing_and_the_latecomer_is_split():
         late = job.client(2)
         pending = vote(late, (world, 0, 1))
         late.wait(pending, WAIT_S)
-        assert pending.outcome == SPLIT
+        assert pending.outcome == TIMEOUT
         assert "rank 2 (h:2) is late at [0, 1) on ranks 0-2" in pending.facts["reason"]
 
 
@@ -563,7 +580,6 @@ BREACHES = {
     ),
     "a vote on an unknown group": _protocol.vote(1, 0, A, [(77, 0, 1)]),
     "a vote on nothing": _protocol.vote(1, 0, A, [(0, 3, 3)]),
-    "a vote backwards": _protocol.vote(1, 0, A, [(0, 3, 2)]),
     "a vote twice on a group": _protocol.vote(1, 0, A, [(0, 0, 1), (0, 1, 2)]),
 }
 
@@ -617,10 +633,9 @@ def test_a_rank_that_reads_nothing_is_dropped(monkeypatch):
         pending = vote(zero, ((0, 1), 0, 1))
         with _declared(job, 1) as peer:
             peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            peer.sock.settimeout(0.2)
             refused = _protocol.vote(7, 0, A, [(0, 0, 1)])
             peer.send(_protocol.vote(1, 0, B, [(0, 5, 6)]))  # from now on the others are out of order
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(ConnectionError):
                 for _ in range(2000):
                     peer.send(*[refused] * 100)
             zero.wait(pending, WAIT_S)

@@ -119,7 +119,7 @@ def test_rank_that_votes_alone(job):
     alone = job[2].records["lone_rank"]
     assert alone["error"] == "HandshakeTimeoutError"
     assert alone["ranks"] == [0, 1, 3]
-    assert "rank 2 gave up waiting for ranks 0-1, 3 at [2, 4)" in alone["text"]
+    assert "rank 2: gave up waiting for ranks 0-1, 3 at [2, 4)" in alone["text"]
     assert 1.0 <= alone["seconds"] < 5.0
     for rank in job:
         assert rank.records["lone_rank"]["error"]

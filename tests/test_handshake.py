@@ -313,11 +313,12 @@ def test_timeout_raises_with_the_facts():
         for rank, error in zip((0, 2), errors, strict=True):
             assert isinstance(error, _vocabulary.HandshakeTimeoutError) and isinstance(error, TimeoutError)
             text = str(error)
-            assert f"rank {rank} gave up waiting for rank 1 at [4, 6) on ranks 0-2 (ranks 0, 2 voted)" in text
+            assert f"rank {rank}: gave up waiting for rank 1 at [4, 6) on ranks 0-2 (ranks 0, 2 voted)" in text
             assert variable("TIMEOUT_S") in text and variable("ON_TIMEOUT") in text
             assert (error.ranks, error.group, error.span) == ((1,), (0, 1, 2), (4, 6))
             assert 0 < error.seconds < PATIENCE_S
-        assert one.submit(request(1, ((0, 1, 2), 4, 2))) is False, "the latecomer is split"
+        with pytest.raises(_vocabulary.HandshakeTimeoutError, match=r"rank 1 \(.*\) is late at \[4, 6\) on ranks 0-2"):
+            one.submit(request(1, ((0, 1, 2), 4, 2)))
         assert submit_all([zero, one, two], ((0, 1, 2), 6, 1)) == [True] * 3
 
 

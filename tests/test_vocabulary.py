@@ -337,12 +337,12 @@ def test_a_count_is_a_span() -> None:
     assert hash(Count(2, 3)) == hash(Count(2, 3))
     assert Count(2, 3) != Count(3, 2)
     assert Count(2, 3) != (2, 3)
-    assert Count(0, _vocabulary.MAX_LINE_POSITION).end == _vocabulary.MAX_LINE_POSITION
+    assert Count(LAST - _vocabulary.MAX_COLLECTIVES_IN_GRAPH, _vocabulary.MAX_COLLECTIVES_IN_GRAPH).end == LAST
 
 
 @pytest.mark.parametrize(
     ("before", "number"),
-    [(-1, 0), (0, -1), (0.0, 1), (0, "1"), (None, 1), (1, LAST), (LAST + 1, 0)],
+    [(-1, 0), (0, -1), (0.0, 1), (0, "1"), (None, 1), (LAST, 1), (LAST + 1, 0), (0, 2**32)],
 )
 def test_a_count_that_is_none(before, number) -> None:
     with pytest.raises(_vocabulary.HandshakeConfigError):
