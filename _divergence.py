@@ -721,18 +721,21 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> Repo
         context: what is known beside the graphs.
     """
     context = context or Context()
-    several: list[int] = []
+    concerned: dict[str, list[int]] = {}
 
     def graph_of(variant: Variant) -> Graph | None:
-        graphs = parse(variant.text)
+        try:
+            graphs = parse(variant.text)
+        except ValueError as error:
+            concerned.setdefault(str(error), []).extend(variant.ranks)
+            return None
         if len(graphs) > 1:
-            several.extend(variant.ranks)
+            concerned.setdefault("the text holds several graphs: only the first is compared", []).extend(variant.ranks)
         return graphs[0] if graphs else None
 
     report = Report(variants, graph_of, context)
-    if several:
-        note = f"the text holds several graphs, and only the first is compared ({format_ranks(several)})"
-        report.context = context._replace(notes=(*context.notes, note))
+    notes = [f"{reason} ({format_ranks(ranks)})" for reason, ranks in concerned.items()]
+    report.context = context._replace(notes=(*context.notes, *notes))
     return report
 
 
@@ -1110,7 +1113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no "·"
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.handshake explain" if __package__ else "python handshake.py explain",
-        usage="%(prog)s FILE FILE … [--html PAGE]",
+        usage="%(prog)s FILE FILE … [--html FILE]",
         description="Says in which way the graphs of several ranks differ, and what to change.",
         epilog="A file's rank is the one that it says itself, else the number in its path (rank12.txt), else its "
         "place among the files. Exit status: 0 the graphs are the same, 1 they differ, 2 they can't be compared.",
@@ -1121,7 +1124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="the text of a rank's graphs (print_readable, or a log with graphs), one file for each rank",
     )
-    parser.add_argument("--html", metavar="PAGE", help="write the report as a page too")
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
     parser.add_argument("--job", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job is None:

@@ -57,7 +57,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _DEVICE_INDEX = re.compile(r"(device\(type='\w+'), index=\d+\)")
 _ANNOTATED_DEVICE = re.compile(r"(\](?:cuda|xpu|xla|tpu|jax|mps|hpu|npu|cpu|privateuseone)):\d+(?=[\"),])")
 _DEVICE_STRING = re.compile(r"^(cuda|xpu|xla|tpu|jax|mps|hpu|npu|privateuseone):\d+$")
-_TENSOR = re.compile(r"^(?:(\w+)\()?([a-z]+\d*\w*)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]+)?(?::\d+)?(?:,? ?(.*)\))?$")
+_TENSOR = re.compile(r"^(?:(\w+)\()?([a-z]\w*)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]+)?(?::\d+)?(?:,? ?(.*)\))?$")
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[A-Za-z_][\w.]*|\d[\w.+-]*|\S")
 # What torch appends to a statement: names that are not needed any more.
 _DELETION = re.compile(r";\s*(?:\w+ = )+None\s*")
@@ -563,17 +563,27 @@ def _understand_python(parsed: list[ast.stmt], line: str) -> _Statement | None:
     first = statements[0]
     if isinstance(first, ast.Return):
         return _Statement("", "", "output", "", "output", tuple(_leaves(first.value, "")), line)
-    if isinstance(first, ast.AugAssign) and len(statements) == 2:  # x += 3;  y = x
-        name, annotation, _ = _assignment(statements[1])
-        leaves = (*_leaves(first.target, "0"), *_leaves(first.value, "1"))
-        return _Statement(name, annotation, "call", "", f"operator.i{_operator(first.op)}", leaves, line)
-    name, annotation, value = _assignment(first)
+    name, annotation, value = _assignment(statements[-1])
+    in_place = _in_place(first) if len(statements) == 2 and isinstance(value, ast.Name) else None
+    if in_place is not None and in_place[1][0][1] == _text(value):
+        return _Statement(name, annotation, "call", "", *in_place, line)
     if name == "args_iter" or (isinstance(first, ast.Expr) and "args_list" in line):
         return None
     if value is None or len(statements) > 1:
         return _as_words(line)
     form, root, target, leaves = _expression(value)
     return _Statement(name, annotation, form, root, target, leaves, line)
+
+
+def _in_place(statement: ast.stmt) -> tuple[str, tuple[tuple[str, str, bool], ...]] | None:
+    """Target and leaves of `x += 3` and `x[0] = 3`, which torch writes as `x += 3;  y = x`."""
+    if isinstance(statement, ast.AugAssign):
+        leaves = (*_leaves(statement.target, "0"), *_leaves(statement.value, "1"))
+        return f"operator.i{_operator(statement.op)}", leaves
+    if isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Subscript):
+        leaves = (*_leaves(target.value, "0"), *_leaves(target.slice, "1"), *_leaves(statement.value, "2"))
+        return "operator.setitem", leaves
+    return None
 
 
 def _deletes(statement: ast.stmt) -> bool:

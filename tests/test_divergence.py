@@ -445,6 +445,17 @@ def test_an_inserted_node_is_one_difference():
     assert (difference.kind, difference.position) == ("added node", 6)
 
 
+def test_what_is_written_into_a_slice_is_compared_whatever_its_name():
+    def text(*constants):
+        lines = [f"x[slice(0, {number}, None)] = {number};  setitem_{k} = x" for k, number in enumerate(constants)]
+        return small("\n".join([*lines, "y = x.sin()", "return (y,)"]))
+
+    (difference,) = report_of([text(1, 2, 3), text(1, 7, 2, 3)]).differences
+    assert (difference.kind, difference.position) == ("added node", 2)
+    (difference,) = report_of([text(1, 2, 3), text(1, 2, 3).replace("= 3;", "= 4;")]).differences
+    assert (difference.kind, difference.what) == ("constant", "argument 2")
+
+
 def test_a_change_in_every_layer_is_reported_once():
     text = big_text(40)
     report = report_of([text, text.replace("4096, 1024]", "4096, 2048]")])
@@ -570,9 +581,13 @@ def test_variants_whose_texts_are_equal_are_named_beside_one_that_differs():
     assert "same on rank 1 and in the reference" in " ".join(report.text().split())
 
 
-def test_a_text_of_several_graphs_is_said_to_be_compared_in_part():
-    report = report_of([VOCABULARY[0] + VOCABULARY[1], VOCABULARY[0]])
-    assert "several graphs, and only the first is compared (rank 0)" in report.text()
+def test_a_text_that_is_not_compared_as_a_whole_is_named():
+    deep = "\n".join(" " * k + "class G(torch.nn.Module):\n" + " " * k + " def forward(self, x):" for k in range(99))
+    texts = [VOCABULARY[0] + VOCABULARY[1], VOCABULARY[2], deep]
+    text = explain([Variant((rank,), str(rank), text) for rank, text in enumerate(texts)]).text()
+    assert "several graphs: only the first is compared (rank 0)" in text
+    assert "MAX_NESTED_BODIES=50 levels deep (rank 2)" in text
+    assert "rank 0: 0" in text and "rank 1: 37984" in text
 
 
 def test_a_table_of_constants_has_no_value_for_a_variant_without_the_node():
@@ -1003,7 +1018,7 @@ def test_the_command_line(two_files, tmp_path):
     assert no_room.returncode == 2
     assert no_room.stderr.splitlines() == [b"error: the report could not be written: No space left on device"]
     usage = run("--help", stdout=subprocess.PIPE)
-    assert usage.returncode == 0 and b"handshake" in usage.stdout and rb"FILE FILE \u2026 [--html PAGE]" in usage.stdout
+    assert usage.returncode == 0 and b"handshake" in usage.stdout and rb"FILE FILE \u2026 [--html FILE]" in usage.stdout
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def one(statement, inputs='x: "f32[2]"'):
         ("Parameter(f32[4][1]cpu)", ("f32", ("4",), ("1",), "cpu", "Parameter")),
         ("DTensor(f32[4][1]cuda:0, S(0))", ("f32", ("4",), ("1",), "cuda", "DTensor S(0)")),
         ("something else", ("", None, None, "", "something else")),
+        pytest.param("a" * 100_000, ("", None, None, "", "a" * 100_000), id="long"),
     ],
 )
 def test_annotations(annotation, expected):
@@ -114,6 +115,8 @@ def test_annotations(annotation, expected):
         ("y = torch.zeros(2, device = device(type='cuda', index=3))", "torch.zeros", ["2", "device(type='cuda')"]),
         ("y = x.shape", ".shape", ["x"]),
         ("x += 3;  y = x", "operator.iadd", ["x", "3"]),
+        ("x[slice(0, 2, None)] = 3;  y = x;  y = None", "operator.setitem", ["x", "0", "2", "None", "3"]),
+        ("y = x[0];  z = 4", "text", ["x", "[0];", "z", "= 4"]),
         ("y = 2 ** x;  x = None", "operator.pow", ["2", "x"]),
         ("y = self.linear(x)", "self.linear", ["x"]),
         ("y = f({'a': 1, 'b': x}, [])", "f", ["1", "x", "[]"]),
