@@ -13,6 +13,7 @@ another are one difference. Nodes left over on both sides that are the same have
 the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
 """
 
+import bisect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ class Difference:
         if value == NOT_THERE or len(sides) < 2 or max(map(len, sides)) <= MAX_LINE_CHARACTERS:
             return value
         first, last = min(sides), max(sides)  # what these two begin with, all do
-        alike = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+        alike = bisect.bisect_left(range(len(first) + 1), True, key=lambda n: not last.startswith(first[:n])) - 1
         return f"…{value[alike - LEAD_CHARACTERS :]}" if alike > LEAD_CHARACTERS else value
 
 
