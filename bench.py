@@ -588,7 +588,7 @@ PLAN_RANKS = 4
 # Blocks of the graph in which the ranks' constants differ; ALL_DIFFERENT: every shape differs, so nothing is common.
 ALL_DIFFERENT = -1
 PLAN_CASES = ((1_000, 1), (10_000, 1), (10_000, 100), (10_000, ALL_DIFFERENT))
-REPEATS = 3
+REPEATS = 2
 
 
 def _make_graph(nodes: int, rank: int, different_blocks: int) -> Any:

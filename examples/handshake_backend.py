@@ -10,7 +10,8 @@ What a compiler has to do, and where it is done here:
    graph is compiled *or loaded from a compile cache*, so that no rank waits for one whose cache is warm; in
    DISPATCH_STAGE at each dispatch.
 3. Run by the verdict: the whole graph in one executable; each collective in one of its own; or, by a plan, one for
-   each part that diverging graphs have in common. Each is compiled once it is needed, and kept.
+   each part that diverging graphs have in common. Each is compiled once it is needed, and kept. Should that fail, the
+   other ranks run what was agreed on all the same: this one raises, and has to end.
 4. Keep the graph as it was voted on, for the report and the plan: an inner compiler that changes graphs gets a copy.
 """
 
@@ -148,11 +149,11 @@ class Executable(OutputCode):
         self._collectives = count_collectives(graph_module)
         if self._collectives:
             backend.count("graphs")
-        self._verdict: Verdict | None = None
-        if backend.stage is HandshakeStage.OFF or not has_collectives_between_ranks(self._collectives):
-            # Without a vote, collectives with other ranks are skinny.
-            self._verdict = not has_collectives_between_ranks(self._collectives)
+        between_ranks = has_collectives_between_ranks(self._collectives)
+        if backend.stage is HandshakeStage.OFF or not between_ranks:
+            self._verdict: Verdict | None = not between_ranks  # without a vote, collectives are skinny
             return
+        self._verdict = None
         self._fingerprint = graph_fingerprint(graph_module, backend.groups)
         self._text = functools.partial(graph_text, graph_module)  # called only if a split is to be explained
         self._own: OwnGraph | None = None
@@ -188,7 +189,6 @@ class Executable(OutputCode):
 
     def _program(self, verdict: Verdict) -> Compiled:
         if isinstance(verdict, Plan):
-            # The ranks have agreed: if this fails, the others run the plan without this rank, which must end.
             compiled: Compiled = verdict.compiled or self._compile(verdict)
             verdict.compiled = compiled
             return compiled

@@ -90,6 +90,7 @@ class Seen(NamedTuple):
     fat: int = 0
     split: int = 0
     segments: tuple[int, ...] = ()
+    partial: int = 0
 
     @property
     def verdicts(self) -> tuple[int, int]:
@@ -99,9 +100,15 @@ class Seen(NamedTuple):
 class Compiled:
     """A function, compiled by the example's backend. A call runs it, and eagerly too, and compares."""
 
-    def __init__(self, *functions: Callable[..., Any], dynamic: bool | None = None, groups: str = "exact") -> None:
+    def __init__(
+        self,
+        *functions: Callable[..., Any],
+        dynamic: bool | None = None,
+        groups: str = "exact",
+        partial: bool = False,
+    ) -> None:
         """Several functions are compiled one by one, and called one after the other."""
-        self.backend = make_backend(stage=stage, groups=groups)
+        self.backend = make_backend(stage=stage, partial=partial, groups=groups)
         self.functions = functions
         self.compiled = [torch.compile(function, backend=self.backend, dynamic=dynamic) for function in functions]
 
@@ -117,6 +124,7 @@ class Compiled:
             after["fat"] - before["fat"],
             after["split"] - before["split"],
             tuple(after["segments"][len(before["segments"]) :]),
+            after["partial"] - before["partial"],
         )
 
 
@@ -141,6 +149,7 @@ def expect(seen: Any, expected: Any) -> None:
 
 
 FAT = Seen(fat=2, segments=(1, 1))
+FAT_UNASKED = Seen(segments=(1, 1))
 SPLIT = Seen(split=2, segments=(5, 5))
 
 
@@ -172,6 +181,36 @@ def one_rank_differs_in_its_forward_graph_alone():
         return two_layers(x + (0.5 if rank == 2 else 0.25))
 
     expect(Compiled(function)(own_matrix()), Seen(fat=1, split=1, segments=(5, 1)))
+
+
+def plan_for_what_is_common():
+    def function(x):
+        return two_layers(x, 2.5 if rank == 2 else 2.0)
+
+    call = Compiled(function, partial=True)
+    # Forward, the first factor is local and the rest fat; backward it is the last.
+    planned = Seen(partial=2, segments=(2, 2))
+    expect(call(own_matrix()), planned)
+    expect(call(own_matrix()), again(planned))
+
+    # A rank that can't split its graph says so before the ranks agree, and all run skinny.
+    def fail(own, segments):
+        raise RuntimeError("this graph can't be split")
+
+    make_plan = _partition.OwnGraph.plan
+    if rank == 1:
+        _partition.OwnGraph.plan = fail
+    torch._dynamo.reset()
+    try:
+        expect(Compiled(function, partial=True)(own_matrix()), SPLIT)
+    finally:
+        _partition.OwnGraph.plan = make_plan
+
+
+def collectives_of_one_rank_alone():
+    """Ranks that only reduce among themselves have nothing to agree on."""
+    alone = [dist.new_group([member]) for member in range(WORLD)][rank].group_name
+    expect(Compiled(lambda x: reduce(torch.tanh(reduce(x * (rank + 2), alone)), alone) * 3)(own_matrix()), FAT_UNASKED)
 
 
 def all_ranks_diverge_at_iteration_1():

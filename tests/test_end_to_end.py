@@ -28,6 +28,7 @@ IN_BOTH_STAGES = [
     "no_divergence",
     "one_rank_differs",
     "one_rank_differs_in_its_forward_graph_alone",
+    "plan_for_what_is_common",
     "all_ranks_diverge_at_iteration_1",
     "graph_break_on_one_rank",
     "last_frame_without_a_collective_on_one_rank",
@@ -52,6 +53,7 @@ AT_COMPILE = [
 ]
 AT_DISPATCH = [
     *IN_BOTH_STAGES,
+    "collectives_of_one_rank_alone",
     "one_rank_diverges_at_iteration_1",
     "uneven_last_batch_on_one_rank",
 ]

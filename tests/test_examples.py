@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples, run as the README says to run them: what they print is what they are there to show."""
 
+import importlib
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from layout import PACKAGE, PROJECT, child_environment
+from layout import PACKAGE, PROJECT, child_environment, load
 
 pytestmark = [pytest.mark.flat_only, pytest.mark.skipif(bool(PACKAGE), reason="runs the checkout's own examples")]
 
@@ -76,6 +77,25 @@ def test_train_prints_a_row_for_each_stage(tmp_path: Path) -> None:
     handshakes_fat_split = [tuple(map(int, row[2:5])) for row in rows]
     assert handshakes_fat_split == [(0, 0, 0), (2, 0, 2), (dispatches, 0, dispatches)]
     assert {row[5] for row in rows} == {"9+7"}
+
+
+def test_backend_takes_a_stage_as_the_handshake_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(PROJECT / "examples"))
+    make_backend = importlib.import_module("handshake_backend").make_backend
+    handshake = load("handshake")
+    assert make_backend(stage=" dispatch_stage").stage is handshake.HandshakeStage.DISPATCH_STAGE
+    assert make_backend(stage=handshake.HandshakeStage.OFF).stage is handshake.HandshakeStage.OFF
+    monkeypatch.setenv("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "COMPILE_STAGE")
+    assert make_backend().stage is handshake.HandshakeStage.COMPILE_STAGE
+    for wrong, complaint in (
+        ({"stage": "SOMETIMES"}, "stage='SOMETIMES' is no stage; set it to one of OFF, COMPILE_STAGE, DISPATCH_STAGE"),
+        ({"stage": 5}, "stage='5' is no stage"),
+        ({"inner": "llvm"}, "inner='llvm' is no compiler; use one of eager, inductor"),
+    ):
+        with pytest.raises(handshake.HandshakeConfigError) as error:
+            make_backend(**wrong)
+        assert complaint in str(error.value)
 
 
 def test_an_example_that_torchrun_did_not_start_says_so(tmp_path: Path) -> None:
