@@ -484,7 +484,9 @@ class Client:
         self._wake_others()
 
     def _log_report(self, facts: dict[str, Any]) -> None:
-        if "text" in facts:
+        if "log" in facts:
+            logger.warning("handshake coordinator: %s", facts["log"])
+        elif "text" in facts:
             where = f"\n(side by side: {facts['path']})" if facts.get("path") else ""
             logger.warning("handshake: why the ranks' graphs were split:\n%s%s", facts["text"].rstrip(), where)
         elif facts.get("path"):
@@ -585,8 +587,8 @@ def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any]
         for host in endpoint.hosts:
             try:
                 addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
-            except OSError as error:
-                failures.append(f"{host}: {error.strerror or error}")
+            except (OSError, UnicodeError) as error:
+                failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
                 continue
             for family, *_, address in addresses:
                 try:

@@ -52,7 +52,7 @@ MAX_STRANGERS = 64
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
 # What a frame that waits to be sent takes beside its bytes, about.
 UNSENT_FRAME_BYTES = 200
-# Bytes that one read takes; a vote is 40.
+# Bytes that one read takes; a vote on one group is 44.
 READ_BYTES = 65536
 # After running out of file descriptors, connections wait so long to be accepted.
 ACCEPT_AGAIN_S = 1.0

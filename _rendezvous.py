@@ -28,7 +28,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ if __package__:
     from ._client import Deadline, Endpoint
     from ._vocabulary import (
         HandshakeConfigError,
+        HandshakeError,
         HandshakePeerLostError,
         HandshakeProtocolError,
         HandshakeTypeError,
@@ -46,6 +47,7 @@ else:
     from _client import Deadline, Endpoint
     from _vocabulary import (
         HandshakeConfigError,
+        HandshakeError,
         HandshakePeerLostError,
         HandshakeProtocolError,
         HandshakeTypeError,
@@ -183,13 +185,32 @@ def select_handshake_port(place: Place) -> tuple[socket.socket, Endpoint]:
         secrets.token_hex(16) if place.secret is None else place.secret,
         secrets.token_hex(8),
     )
+    try:
+        _publish(place, store, endpoint, hosts)
+    except HandshakeError:
+        listener.close()
+        raise
+    return listener, endpoint
+
+
+def publish_late(place: Place, endpoint: Endpoint) -> bool:
+    """Publishes a coordinator that was started before the job had a store. Returns whether it has one now.
+
+    Raises:
+        HandshakePeerLostError: the store failed.
+    """
+    store = place.store()
+    if store is not None:
+        _publish(place, store, endpoint, endpoint.hosts)
+    return store is not None
+
+
+def _publish(place: Place, store: Any, endpoint: Endpoint, hosts: Sequence[str | None]) -> None:
     published = {**endpoint._asdict(), "hosts": hosts, "secret": endpoint.secret if place.secret is None else None}
     try:
         store.set(place.store_key, json.dumps(published))
     except Exception as error:  # a store may be any class of the user's
-        listener.close()
         raise _store_failed(place, error, None) from error
-    return listener, endpoint
 
 
 def find_endpoint(place: Place, deadline: Deadline) -> Endpoint:

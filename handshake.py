@@ -14,7 +14,6 @@ its collectives ("skinny"). See `_consensus` for the exact rule.
 
 import atexit
 import logging
-import operator
 import os
 import sys
 import threading
@@ -41,9 +40,10 @@ if __package__:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
-        as_process_group_id,
+        collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        whole_number,
     )
 else:
     import _client
@@ -66,9 +66,10 @@ else:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
-        as_process_group_id,
+        collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        whole_number,
     )
 
 __all__ = [
@@ -128,20 +129,20 @@ class _Settings(NamedTuple):
             HandshakeConfigError: one of them can't be used; the text names the keyword or variable.
         """
         distributed = _rendezvous.torch_distributed()
-        rank = _whole_number("current_rank", rank, distributed and distributed.get_rank, "RANK")
-        world_size = _whole_number(
+        rank = _rank_or_size("current_rank", rank, distributed and distributed.get_rank, "RANK")
+        world_size = _rank_or_size(
             "world_size", given["world_size"], distributed and distributed.get_world_size, "WORLD_SIZE"
         )
         if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
             raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
-        coordinator_rank = _whole_number("coordinator_rank", coordinator_rank, None, "")
+        coordinator_rank = whole_number(coordinator_rank, "coordinator_rank")
         for name, value in (("current_rank", rank), ("coordinator_rank", coordinator_rank)):
             if not 0 <= value < world_size:
                 raise HandshakeConfigError(f"{name} {value} is outside a world of {world_size} ranks")
         if given["coordinator"] not in (None, "process", "thread"):
             raise HandshakeConfigError(f'coordinator must be "process" or "thread", got {given["coordinator"]!r}')
         port, port_source = _given_or_variable(given["port"], "port", _rendezvous.PORT_VARIABLE)
-        host, _ = _given_or_variable(given["host"], "host", _rendezvous.ADDRESS_VARIABLE)
+        host, host_source = _given_or_variable(given["host"], "host", _rendezvous.ADDRESS_VARIABLE)
         timeout_s, timeout_source = _given_or_variable(given["timeout_s"], "timeout_s", TIMEOUT_VARIABLE)
         on_timeout, on_timeout_source = _given_or_variable(given["on_timeout"], "on_timeout", ON_TIMEOUT_VARIABLE)
         secret, secret_source = _given_or_variable(given["secret"], "secret", SECRET_VARIABLE)
@@ -153,7 +154,7 @@ class _Settings(NamedTuple):
             world_size,
             _rendezvous.Place(
                 coordinator_rank,
-                _rendezvous.strip_brackets(str(host)) if host else _rendezvous.DEFAULT_HOST,
+                _rendezvous.DEFAULT_HOST if host is None else _rendezvous.parse_host(host, host_source),
                 None if port is None else _rendezvous.parse_port(port, port_source),
                 port_source,
                 None if secret is None else _text(secret, secret_source),
@@ -208,19 +209,15 @@ def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, st
     return os.environ.get(variable) or None, variable
 
 
-def _whole_number(name: str, given: Any, ask: Callable[[], int] | None, variable: str) -> int:
+def _rank_or_size(name: str, given: Any, ask: Callable[[], int] | None, variable: str) -> int:
     if given is None and ask is not None:
         return ask()
-    value = os.environ.get(variable) if given is None else given
+    value, source = _given_or_variable(given, name, variable)
     if value is None:
         raise HandshakeConfigError(
             f"{name} is not known: initialise torch.distributed, set {variable}, or pass Handshake({name}=…)"
         )
-    try:
-        return int(value) if isinstance(value, str) else operator.index(value)
-    except (TypeError, ValueError):
-        source = variable if given is None else name
-        raise HandshakeConfigError(f"{source}={value!r} is no whole number") from None
+    return whole_number(value, source, text=True)
 
 
 def _text(value: Any, source: str) -> str:
@@ -276,12 +273,14 @@ class _Session:
         self._connect_within = Deadline(0.0)
         self.connected: _client.Client | None = None
         self._coordinator: _coordinator.Coordinator | None = None
+        self._is_published = False
         self._splits_of: dict[bytes, int] = {}
         if settings.world_size > 1 and settings.rank == settings.place.coordinator_rank:
             self._start_coordinator()
 
     def _start_coordinator(self) -> None:
         settings = self.settings
+        self._is_published = settings.place.store() is not None
         listener, self.endpoint = _select_handshake_port(settings.place)
         config = _coordinator.Config(
             settings.rank,
@@ -317,6 +316,7 @@ class _Session:
             with self._lock:
                 self.must_be_open()
                 self._connect_within = Deadline(self.settings.timeout_s)
+            self.publish()
             try:
                 client = _client.connect(self._find, self._facts(), self._connect_within)
             except HandshakeError:
@@ -332,6 +332,11 @@ class _Session:
                 # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
                 threading.Thread(target=client.read_on, name="handshake-reports", daemon=True).start()
             return client
+
+    def publish(self) -> None:
+        """Where the coordinator was started before the job had a store, in which the other ranks look now."""
+        if self._coordinator is not None and self.endpoint is not None and not self._is_published:
+            self._is_published = _rendezvous.publish_late(self.settings.place, self.endpoint)
 
     def must_be_open(self) -> None:
         """Raises HandshakeError if it was closed."""
@@ -406,6 +411,7 @@ def _session_for(
             for session in reversed(_sessions.values()):
                 if settings.is_of(session.settings, given):
                     settings.must_agree_with(session.settings, given)
+                    session.publish()
                     break
             else:
                 session = _Session(settings)
@@ -453,6 +459,7 @@ class Handshake:
 
         Raises:
             HandshakeConfigError: a value can't be used, differs from the open handshake's, or the port is taken.
+            HandshakePeerLostError: the job's store, in which the coordinator is published, failed.
         """
         if current_rank is None or world_size is None:
             distributed = _rendezvous.torch_distributed()
@@ -825,15 +832,15 @@ def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> b
     """Whether there is a collective on a group of two or more ranks, so that there is something to agree on.
 
     Raises:
-        HandshakeTypeError: a key is no process group.
+        HandshakeTypeError: a key is no process group, or that is no mapping.
+        HandshakeConfigError: a count is none.
     """
     try:
         for group, count in pg_to_num_collectives.items():
             if count > 0 and len(group.ranks) > 1:
                 return True
     except (AttributeError, TypeError):
-        for group in pg_to_num_collectives:
-            as_process_group_id(group)  # says what is wrong with it
+        collectives_by_group(pg_to_num_collectives)  # says what is wrong with it
         raise
     return False
 
@@ -896,7 +903,7 @@ def _count(
 ) -> CollectiveHandshakeRequest:
     """The request for the next graph. The process's lines have moved if it could be made and there is a connection."""
     global _counts
-    collectives = {as_process_group_id(group): count for group, count in pg_to_num_collectives.items()}
+    collectives = collectives_by_group(pg_to_num_collectives)
     for group in collectives:
         handshake._must_be_in_the_world(group)
     # Not under the lock: it may take a while, and another thread may have something to count.
@@ -987,13 +994,10 @@ if hasattr(os, "register_at_fork"):
 def main(arguments: list[str]) -> int:
     """`python handshake.py explain FILE FILE …`: what differs between graphs that were printed or logged."""
     if __package__:
-        from . import _divergence
+        from . import _explain
     else:
-        import _divergence
-    if arguments[:1] != ["explain"]:
-        print("usage: python handshake.py explain FILE FILE … [--html FILE]", file=sys.stderr)
-        return 2
-    return _divergence.main(arguments[1:])
+        import _explain
+    return _explain.main(arguments)
 
 
 if __name__ == "__main__":

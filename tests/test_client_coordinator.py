@@ -701,6 +701,16 @@ def test_refusals_say_what_differs_and_whose_it_is():
         assert "two processes say that they are rank 1: h:1, which is connected, and somewhere:12345" in reason
 
 
+def test_the_coordinators_rank_logs_who_was_refused(caplog):
+    with running() as job:
+        zero, one = job.client(0), job.client(1)
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match="outside the world"):
+            job.client(7)
+        assert together(lambda: outcome(zero, ((0, 1), 0, 1)), lambda: outcome(one, ((0, 1), 0, 1))) == [FAT, FAT]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("handshake coordinator: a connection from 127.0.0.1 was refused: rank 7 (h:7)")
+
+
 def test_a_refused_client_gets_the_reason():
     with running() as job:
         with pytest.raises(_vocabulary.HandshakeProtocolError, match=r"rank 5 was refused: .* outside the world of 2"):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from layout import TESTS, child_environment, load
-from ranks import job, request
+from ranks import PATIENCE_S, handshake, job, request, submit_all
 from two_hosts import SCENES, torch_distributed
 
 _client = load("_client")
@@ -305,6 +305,15 @@ def test_a_secret_of_ones_own_is_not_published(in_job):
     assert own.secret == "hush"
     assert b"hush" not in b"".join(store.contents.values())
     assert _rendezvous.find_endpoint(where, Deadline(5.0)).secret == "hush"
+
+
+def test_a_coordinator_from_before_there_was_a_store_is_found_in_it(in_job, no_job, monkeypatch):
+    """A Handshake() is made at the start of a program, before torch.distributed is initialised."""
+    monkeypatch.setenv(_rendezvous.PORT_VARIABLE, "0")
+    with handshake.Handshake(0, world_size=2, coordinator="thread", timeout_s=PATIENCE_S) as zero:
+        in_job(Store("localhost"))
+        with handshake.Handshake(1, world_size=2, timeout_s=PATIENCE_S) as one:
+            assert submit_all([zero, one], ((0, 1), 0, 1)) == [True, True]
 
 
 # ---------------------------------------------------------------------- stores that fail
