@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says in which way the graphs of several ranks differ, and what to change so that they don't.
 
-Works on the text of graphs alone (see `_graph_text`), without torch: online in a process of its own, for the
-variants that the ranks sent after a split; offline on files that somebody already has:
-
-    python handshake.py explain rank0.txt rank1.txt --html report.html
+Works on the text of graphs alone (see `_graph_text`), without torch: online in a process of its own (`_reports`), for
+the variants that the ranks sent after a split; offline on files that somebody already has (`_explain`).
 
 **Reference.** The variant that most ranks have; of several, the one with the lowest rank. Rank 0 may be the odd one
 out. Every other variant is compared with it (`_graph_diff`).
@@ -15,19 +13,15 @@ recognised: that is a shard's offset, baked into the graph.
 """
 
 import functools
-import io
-import json
 import math
 import os
 import re
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 if __package__:
-    from ._align import align
     from ._divergence_page import MAX_COMPARISONS, page
     from ._graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
@@ -38,16 +32,12 @@ if __package__:
         clip,
         compare,
         count_collectives,
-        facts_of_program,
-        gaps,
-        node_keys,
         number_of,
         short_target,
     )
     from ._graph_text import Graph, Source, group_ranks, parse
     from ._vocabulary import format_ranks
 else:
-    from _align import align
     from _divergence_page import MAX_COMPARISONS, page
     from _graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
@@ -58,9 +48,6 @@ else:
         clip,
         compare,
         count_collectives,
-        facts_of_program,
-        gaps,
-        node_keys,
         number_of,
         short_target,
     )
@@ -73,7 +60,6 @@ MAX_TEXT_VARIANTS = 8
 MAX_TEXT_VALUES = 4
 MAX_TEXT_ADVICE = 6
 MAX_TEXT_NOTES = 8
-MAX_TEXT_SLOTS = 8
 MAX_WIDTH = 110
 MAX_HEAD = 300
 
@@ -82,10 +68,6 @@ MAX_NUMBER_CHARACTERS = 40
 
 # Where the groups are not known, rows of a mesh up to this many ranks are tried, and larger ones that divide the world.
 MAX_ROW_GUESSED = 64
-
-# A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB. Binary files show in the first part.
-MAX_FILE_BYTES = 512 * 2**20
-_FIRST_BYTES = 2**16
 
 
 class Variant(NamedTuple):
@@ -410,12 +392,12 @@ def _version_lines(versions: Mapping[int, Mapping[str, str]]) -> list[str]:
     return lines
 
 
-def _first_notes(notes: Sequence[str]) -> list[str]:
+def first_notes(notes: Sequence[str]) -> list[str]:
     more = len(notes) - MAX_TEXT_NOTES
     return [*notes[:MAX_TEXT_NOTES], *([f"and {number_of(more, 'note')} more (MAX_TEXT_NOTES)"] if more > 0 else [])]
 
 
-def _source_text(source: Source | None) -> str:
+def source_text(source: Source | None) -> str:
     if source is None:
         return "no source line known"
     return f"{source.place}: {clip(source.code)}" if source.code else source.place
@@ -622,7 +604,7 @@ class Report:
     def source_text(self, difference: Difference) -> str:
         """The user's line; of an input the line that reads it first."""
         first = "first used in " if difference.node.op == "placeholder" else ""
-        return f"{first}{_source_text(difference.source)}"
+        return f"{first}{source_text(difference.source)}"
 
     def position_on_line(self, difference: Difference) -> str:
         """Where on its group's line a collective that differs is, if the span is known."""
@@ -691,7 +673,7 @@ class Report:
         if self.context.before:
             lines.append("Handshakes just before:")
             lines.extend(f"  {line}" for line in self.context.before)
-        lines += _first_notes([f"Note: {note}" for note in self.notes()])
+        lines += first_notes([f"Note: {note}" for note in self.notes()])
         return "\n".join(lines) + "\n"
 
     def alike_text(self, difference: Difference) -> str:
@@ -748,7 +730,7 @@ def run_job(job: Mapping[str, Any]) -> None:
     A job is `{"variants": [{"ranks": [0], "fingerprint": "…", "text": "…", "hosts": {"0": "host:pid"}}],
     "context": {…}, "out_text": path, "out_html": path}`. In the context everything may be missing: `groups`
     (`[{"ranks": [0, 1], "span": [3, 4]}]`), `before` (lines), `reason`, `notes` (lines), `versions`
-    (`{"0": {"torch": "2.13.0"}}`), `title`. The outputs appear whole or not at all. Whatever fails, the text says so:
+    (`{"0": {"torch": "2.13.0"}}`). The outputs appear whole or not at all. Whatever fails, the text says so:
     graphs that can't be compared, a page that can't be written.
 
     Raises:
@@ -763,7 +745,7 @@ def run_job(job: Mapping[str, Any]) -> None:
         variants, context = _variants_from_json(job["variants"]), _context_from_json(job.get("context") or {})
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         message = f"this is no job for a report: {error!r}"
-        _write(out_text, f"{message}\n")
+        write_file(out_text, f"{message}\n")
         raise ValueError(message) from error
     try:
         report = explain(variants, context)
@@ -774,10 +756,10 @@ def run_job(job: Mapping[str, Any]) -> None:
         report = explain(bare, context._replace(notes=(*context.notes, note)))
         text, html = report.text(), report.html()
     try:
-        _write(out_html, html)
+        write_file(out_html, html)
     except OSError as error:
         text += f"Note: the page could not be written: {error}\n"
-    _write(out_text, text)
+    write_file(out_text, text)
 
 
 def _variants_from_json(items: Iterable[Mapping[str, Any]]) -> list[Variant]:
@@ -802,11 +784,10 @@ def _context_from_json(fields: Mapping[str, Any]) -> Context:
         reason=str(fields.get("reason") or ""),
         notes=tuple(map(str, fields.get("notes") or ())),
         versions={int(rank): dict(of_rank) for rank, of_rank in (fields.get("versions") or {}).items()},
-        title=str(fields.get("title") or ""),
     )
 
 
-def _write(path: str, content: str) -> None:
+def write_file(path: str, content: str) -> None:
     """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
 
     Raises:
@@ -827,315 +808,3 @@ def _write(path: str, content: str) -> None:
             raise
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
-
-
-# --- Files that somebody has ------------------------------------------------------------------------------------------
-
-
-class _FileError(Exception):
-    """A file that can't be used; the text says which and why."""
-
-
-class _RankFile(NamedTuple):
-    path: str
-    rank: int
-    graphs: list[Graph]
-
-
-def explain_files(paths: Sequence[str], html_path: str | None = None, out: TextIO | None = None) -> int:
-    """Compares the graphs in files of several ranks, one file a rank, and writes the reports to `out`.
-
-    A file's rank is the one it says itself (`# handshake: rank = 3`), else the number in its name (`rank12.txt`) or
-    its folder's (`rank12/graph.txt`), else its place among the arguments. If two files would have the same rank, all
-    are numbered by their place, and a line says so. Its graphs are matched with the other ranks' in order; a rank may
-    have some that others lack.
-
-    Args:
-        paths: two files or more.
-        html_path: where to write a page too; none of the files.
-        out: by default the standard output.
-
-    Returns:
-        0 if all ranks have the same graphs, 1 if they differ, 2 if the files can't be compared or a report can't be
-        written (stderr says why).
-    """
-    try:
-        for path in paths:
-            if html_path is not None and _is_same_file(html_path, path):
-                raise _FileError(f"the page would overwrite {path}: give --html another file than {html_path}")
-        files, remarks = _read_files(paths)
-        reports, notes = _match_files(files)
-        heading, text = _told(files, reports, remarks, notes)
-        differing = [report for report in reports if len(report.variants) > 1]
-        html = page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
-    except _FileError as error:
-        return _fail(str(error))
-    except (RecursionError, MemoryError) as error:
-        return _fail(f"the graphs are too deep or too large to compare: {type(error).__name__}: {error}")
-    status = 1 if differing or notes else 0
-    if html_path is not None:
-        try:
-            _write(html_path, html)
-        except OSError as error:
-            status = _fail(f"the page could not be written to {html_path}: {error.strerror}")
-    out = sys.stdout if out is None else out
-    try:
-        print(text, end="", file=out, flush=True)
-    except OSError as error:
-        # What is left in the buffer would fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
-            status = _fail(f"the report could not be written: {error.strerror}")
-    return status
-
-
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
-def _is_same_file(path: str, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False  # one of them isn't there
-
-
-def _told(
-    files: Sequence[_RankFile], reports: Sequence[Report], remarks: Sequence[str], notes: Sequence[str]
-) -> tuple[str, str]:
-    """A heading, empty if one graph that all have needs none, and the text on all graphs."""
-    differing = [report for report in reports if len(report.variants) > 1]
-    ranks = format_ranks(file.rank for file in files)
-    heading = f"{ranks}: {len(differing)} of {number_of(len(reports), 'graph')} differ"
-    heading = heading if len(reports) > 1 or notes else ""
-    lines = [*remarks, *([heading] if heading else []), *_first_notes(notes)]
-    for report in differing[:MAX_TEXT_SLOTS]:
-        lines += [*([""] if lines else []), report.text().rstrip()]
-    if len(differing) > MAX_TEXT_SLOTS:
-        lines.append(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)")
-    if not differing and not notes:
-        lines.append(f"{ranks} have the same {number_of(len(reports), 'graph')}")
-    return heading, "\n".join(lines) + "\n"
-
-
-def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
-    """The files, by rank, and what there is to say about their ranks."""
-    if len(paths) < 2:
-        raise _FileError(f"at least two files are needed, one for each rank; got {number_of(len(paths), 'file')}")
-    files = [_read_file(path, number) for number, path in enumerate(paths)]
-    paths_of: dict[int, list[str]] = {}
-    for file in files:
-        paths_of.setdefault(file.rank, []).append(file.path)
-    clash = next(((rank, of_rank) for rank, of_rank in paths_of.items() if len(of_rank) > 1), None)
-    if clash is None:
-        return sorted(files, key=lambda file: file.rank), []
-    numbered = ", ".join(f"rank {number} is {path}" for number, path in enumerate(paths[:MAX_TEXT_VARIANTS]))
-    remark = (
-        f"Note: {' and '.join(clash[1][:MAX_TEXT_VARIANTS])} are of one rank, {clash[0]}, so the files are numbered in "
-        f"the order given: {numbered}{' …' if len(paths) > MAX_TEXT_VARIANTS else ''}. Names such as rank0.txt, "
-        "rank1.txt say which rank a file is of."
-    )
-    return [file._replace(rank=number) for number, file in enumerate(files)], [remark]
-
-
-def _read_file(path: str, number: int) -> _RankFile:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_FIRST_BYTES)
-            encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-            if encoding != "utf-16" and b"\0" in data:
-                raise _FileError(f"{path} is no text (it holds null bytes)")
-            data += file.read(MAX_FILE_BYTES + 1 - len(data))
-    except OSError as error:
-        raise _FileError(f"{path} can't be read: {error.strerror or error}") from error
-    if not data:
-        raise _FileError(f"{path} is empty")
-    if len(data) > MAX_FILE_BYTES:
-        raise _FileError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MB (MAX_FILE_BYTES)")
-    try:
-        graphs = parse(data.decode(encoding, "backslashreplace"))
-    except ValueError as error:
-        raise _FileError(f"{path}: {error}") from error
-    if not graphs:
-        raise _FileError(
-            f"{path} holds no graph: what is looked for is the text of GraphModule.print_readable(), or a log with "
-            "`--- [BEGIN GRAPH MODULE: …] ---` lines"
-        )
-    name = os.path.splitext(os.path.basename(path))[0]
-    named = re.findall(r"(?i)rank\D?(\d+)", path) or re.findall(r"\d+", name)
-    said = [graph.facts["rank"] for graph in graphs if "rank" in graph.facts]
-    # A longer number is a date or an id.
-    ranks = [int(text) for text in (*said[:1], *named[-1:]) if re.fullmatch(r"[0-9]{1,6}", text)]
-    return _RankFile(path, ranks[0] if ranks else number, graphs)
-
-
-# Graphs of two files that are tried against one another at a time, between graphs that are equal, and how alike they
-# must be (part of the operations that both have) to be taken for the same graph.
-_MAX_GRAPHS_TRIED = 60
-_MIN_LIKENESS = 0.3
-# A graph is a part of another, larger one, as after a graph break, if that has this part of its operations.
-_MIN_PART = 0.8
-_MIN_PART_OPERATIONS = 4
-
-
-class _Slot:
-    """A graph of the reference file, or one that the reference lacks, with those of the other ranks that match it."""
-
-    def __init__(self) -> None:
-        self.graph_of: dict[int, tuple[int, Graph]] = {}  # rank: (number of the graph in its file, graph)
-
-
-def _match_files(files: list[_RankFile]) -> tuple[list[Report], list[str]]:
-    """The reports, one for each graph that two ranks have, and lines about graphs that only some ranks have."""
-    cache: dict[int, Keys] = {}
-    numbers: dict[Any, int] = {}
-    contents = {file.rank: [_content(graph, cache, numbers) for graph in file.graphs] for file in files}
-    sequences = Counter(tuple(of_rank) for of_rank in contents.values())
-    reference = max(files, key=lambda file: (sequences[tuple(contents[file.rank])], -file.rank))
-    slots = [_Slot() for _ in reference.graphs]
-    extra: dict[tuple[int, int], _Slot] = {}
-    for file in files:
-        matched = _match_graphs(reference.graphs, contents[reference.rank], file.graphs, contents[file.rank], cache)
-        pairs = {j: i for i, j in matched}
-        if not pairs:
-            raise _FileError(
-                f"rank {file.rank} ({file.path}) and rank {reference.rank} ({reference.path}) have no graph in common"
-            )
-        last = -1
-        for j, graph in enumerate(file.graphs):
-            last = pairs.get(j, last)
-            slot = slots[pairs[j]] if j in pairs else extra.setdefault((last, contents[file.rank][j]), _Slot())
-            slot.graph_of[file.rank] = (j, graph)
-    ranks = [file.rank for file in files]
-    notes = [_graph_more(slot, ranks) for slot in [*slots, *extra.values()] if len(slot.graph_of) < len(files)]
-    if notes:
-        notes.append(
-            "A graph that only some ranks have comes from a graph break or a recompile on these ranks "
-            "(TORCH_LOGS=graph_breaks,recompiles says where), from a branch on the rank, or from a compile cache that "
-            "is warm on the other ranks."
-        )
-    total = len(slots)
-    reports = [
-        _slot_report(slot, f"graph {number} of {total}" if total > 1 else "", contents)
-        for number, slot in enumerate(slots)
-        if len(slot.graph_of) > 1
-    ]
-    return reports, notes
-
-
-def _content(graph: Graph, cache: dict[int, Keys], numbers: dict[Any, int]) -> int:
-    """A number that is the same for graphs that are the same."""
-    facts = sorted(facts_of_program(graph.facts).items())
-    return numbers.setdefault((tuple(node_keys(graph.body, cache).content), tuple(facts)), len(numbers))
-
-
-def _match_graphs(
-    graphs: list[Graph], contents: list[int], others: list[Graph], other_contents: list[int], cache: dict[int, Keys]
-) -> list[tuple[int, int]]:
-    """The pairs of graphs of two ranks that are the same, or alike at the same place of the sequence."""
-    equal = align(contents, other_contents)
-    pairs = list(equal)
-    for start, stop, other_start, other_stop in gaps(equal, len(contents), len(other_contents)):
-        i, j = start, other_start
-        while i < stop and j < other_stop:
-            window = graphs[i : min(i + _MAX_GRAPHS_TRIED, stop)]
-            other_window = others[j : min(j + _MAX_GRAPHS_TRIED, other_stop)]
-            alike = [(i + k, j + m) for k, m in _match_alike(window, other_window, cache)]
-            pairs.extend(alike)
-            i, j = (alike[-1][0] + 1, alike[-1][1] + 1) if alike else (i + len(window), j + len(other_window))
-    return pairs
-
-
-def _match_alike(graphs: list[Graph], others: list[Graph], cache: dict[int, Keys]) -> list[tuple[int, int]]:
-    """The pairs, ascending in both, whose sum of likeness is greatest."""
-    bags, other_bags = ([Counter(node_keys(graph.body, cache).weak) for graph in side] for side in (graphs, others))
-    likeness = [[_likeness(bag, other) for other in other_bags] for bag in bags]
-    # best[i][j]: the greatest sum of the graphs from i and j on.
-    best = [[0.0] * (len(others) + 1) for _ in range(len(graphs) + 1)]
-    for i in reversed(range(len(graphs))):
-        for j in reversed(range(len(others))):
-            best[i][j] = max(best[i + 1][j], best[i][j + 1], likeness[i][j] + best[i + 1][j + 1])
-    pairs: list[tuple[int, int]] = []
-    i = j = 0
-    while i < len(graphs) and j < len(others):
-        if likeness[i][j] and best[i][j] == likeness[i][j] + best[i + 1][j + 1]:
-            pairs.append((i, j))
-            i, j = i + 1, j + 1
-        elif best[i][j] == best[i + 1][j]:
-            i += 1
-        else:
-            j += 1
-    return pairs
-
-
-def _likeness(bag: Counter[Any], other: Counter[Any]) -> float:
-    """The part of the operations that both have; 0 if that is too little. Inputs and outputs say nothing."""
-    ignored = ("placeholder", "output", "get_attr")
-    sizes = [sum(count for key, count in each.items() if key not in ignored) for each in (bag, other)]
-    common = sum(min(count, other[key]) for key, count in bag.items() if key not in ignored)
-    part = common / max(*sizes, 1)
-    is_part = common >= _MIN_PART_OPERATIONS and common >= _MIN_PART * min(sizes)
-    return part if part >= _MIN_LIKENESS or is_part else 0.0
-
-
-def _graph_more(slot: _Slot, ranks: list[int]) -> str:
-    having = sorted(slot.graph_of)
-    number, graph = slot.graph_of[having[0]]
-    node = next((node for node in graph.body.nodes if node.user_source is not None), None)
-    source = f"; first line {_source_text(node.user_source)}" if node is not None else ""
-    size = f"{number_of(len(graph.body.nodes), 'node')}, {number_of(count_collectives(graph.body), 'collective')}"
-    lacking = format_ranks(rank for rank in ranks if rank not in slot.graph_of)
-    return (
-        f"Only {format_ranks(having)} {'has' if len(having) == 1 else 'have'} this graph, {lacking} "
-        f"{'has' if len(ranks) - len(having) == 1 else 'have'} not: graph {number} of rank {having[0]}, at line "
-        f"{graph.first_line} of its file ({size}{source})"
-    )
-
-
-def _slot_report(slot: _Slot, title: str, contents: Mapping[int, list[int]]) -> Report:
-    ranks_of: dict[tuple[int, str], list[int]] = {}
-    for rank, (number, graph) in slot.graph_of.items():
-        ranks_of.setdefault((contents[rank][number], graph.fingerprint), []).append(rank)
-    variants = [Variant(tuple(ranks), fingerprint, "") for (_, fingerprint), ranks in ranks_of.items()]
-    return Report(variants, lambda variant: slot.graph_of[variant.ranks[0]][1], Context(title=title))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: `FILE FILE … [--html FILE]`, or `--job FILE` for a job of the coordinator, in JSON.
-
-    Returns:
-        The exit status: of `explain_files`; of a job 0, or 2 if it could not be done.
-    """
-    import argparse
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may have no "·"
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.handshake explain" if __package__ else "python handshake.py explain",
-        usage="%(prog)s FILE FILE … [--html FILE]",
-        description="Says in which way the graphs of several ranks differ, and what to change.",
-        epilog="A file's rank is the one that it says itself, else the number in its path (rank12.txt), else its "
-        "place among the files. Exit status: 0 the graphs are the same, 1 they differ, 2 they can't be compared.",
-    )
-    parser.add_argument(
-        "files",
-        nargs="*",
-        metavar="FILE",
-        help="the text of a rank's graphs (print_readable, or a log with graphs), one file for each rank",
-    )
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
-    parser.add_argument("--job", metavar="FILE", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.job is None:
-        return explain_files(options.files, options.html)
-    try:
-        with open(options.job, encoding="utf-8") as file:
-            run_job(json.load(file))
-    except (OSError, ValueError, RecursionError) as error:
-        return _fail(f"{options.job}: {error}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
