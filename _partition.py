@@ -9,8 +9,8 @@ ranks speak of *places*: a place is a position in the reference's graph. Four st
 2. `constraints`: given the common places, each rank says before which of them it has to run something of its own, and
    which of their values something of its own reads. The union over the ranks binds everybody.
 3. `make_segments`: both steps ended with what all ranks know alike, so all cut alike. Common places that no cut parts
-   make a *run*. A run with collectives and something to overlap them with becomes a **fat** segment. What else a rank has
-   stays where it was, around the fat segments: each collective in a **skinny** segment of its own, the rest **local**.
+   make a *run*. A run with collectives and something to overlap them with becomes a **fat** segment. What else a rank
+   has stays where it was, around the fat ones: each collective in a **skinny** segment of its own, the rest **local**.
 4. Each rank splits its graph by the plan, and only then the ranks compare its fingerprint: what each fat segment holds,
    read from this rank's own graph, with its boundary and its place on the groups' collective lines. A mistake in the
    steps above makes fingerprints differ, and then the whole graph runs skinny, as where a step fails on any rank.

@@ -446,7 +446,7 @@ def vote_frame_bytes(groups: int) -> int:
     """Bytes of a vote on so many groups. The groups' ranks are not in it, so the world's size plays no part."""
     import _protocol
 
-    spans = [(number, 1_000_000, 2) for number in range(groups)]
+    spans = [(number, 1_000_000, 1_000_002) for number in range(groups)]
     return len(_protocol.vote(1_000_000, 0, bytes.fromhex(FINGERPRINT), spans))
 
 
@@ -507,7 +507,11 @@ def measure_calls(options: Options) -> list[Row]:
         counts.increment_pg_collective_counts(in_graph)
         request = handshake.CollectiveHandshakeRequest(copy.deepcopy(counts), FINGERPRINT, 7)
         spans = [
-            (numbers[group], count.collective_count_before, count.num_collectives_in_graph)
+            (
+                numbers[group],
+                count.collective_count_before,
+                count.collective_count_before + count.num_collectives_in_graph,
+            )
             for group, count in request.pg_collective_counts.items()
             if count.num_collectives_in_graph
         ]
