@@ -319,6 +319,7 @@ class _CollectiveHandshakeConsensus:
         self._timeout_s = timeout_s
         self._groups: dict[ProcessGroupId, Group] = {}
         self._groups_of_rank: list[set[Group]] = [set() for _ in range(num_ranks)]
+        self._unknown_to_some: set[Group] = set()  # groups with an `unknown_to` that is not empty
         self._components: dict[_Component, None] = {}  # the open ones, in the order in which they were opened
         self._pending_of_rank: list[list[_Vote]] = [[] for _ in range(num_ranks)]
         self._last_vote: list[_Vote | None] = [None] * num_ranks
@@ -326,7 +327,7 @@ class _CollectiveHandshakeConsensus:
         self._lost: dict[int, str] = {}
         self._contested: set[int] = set()  # ranks that wait while an open cell waits for them
         self._cycles_due: float | None = None  # when wait cycles are to be looked for, if any may stand
-        self._blocking_seen = False  # whether a vote has ever come that may close a cycle of which nobody is in doubt
+        self._blocking_seen = False  # whether any vote has ever said that its rank does nothing else
         self._stood: dict[_Block, None] = {}  # blocks that stood in a cycle for its grace, oldest first
         self._next_deadline: float | None = None
 
@@ -382,6 +383,8 @@ class _CollectiveHandshakeConsensus:
             self._groups_of_rank[rank].add(made)
             if self._pending_of_rank[rank]:
                 made.unknown_to[rank] = self._pending_of_rank[rank][-1].arrived
+        if made.unknown_to:
+            self._unknown_to_some.add(made)
         made.lost.update(made.members & self._lost.keys())
         return made
 
@@ -617,7 +620,7 @@ class _CollectiveHandshakeConsensus:
         for group, start, end in vote.spans:
             if group.lost:
                 return self._lost_finding(group, (start, end))
-            if group.highest_frontier > start:
+            if group.failures and group.highest_frontier > start:
                 for (failed_from, failed_to), failure in group.failures.items():
                     if failed_from < end and start < failed_to:
                         late.append((failure, group, start, end))
@@ -640,23 +643,28 @@ class _CollectiveHandshakeConsensus:
             elif (
                 (lacks and not cell.beside.isdisjoint(lacks))
                 or (cell.without and not cell.without.isdisjoint(voted_on))
-                or any(other.unknown_to and self._was_unknown_in(cell, other) for other in voted_on)
+                or (self._unknown_to_some and self._lacks_unknown(cell, voted_on))
             ):
                 return self._groups_differ(vote, cell, voted_on)
         return None
 
-    def _was_unknown_in(self, cell: _Cell, group: Group) -> bool:
-        """Whether a member of `group` has a vote in the cell from before the group was declared: `without` lacks it."""
-        while group.unknown_to:
-            rank, last_cast = next(iter(group.unknown_to.items()))
-            pending = self._pending_of_rank[rank]
-            if pending and pending[0].arrived <= last_cast:
-                break
-            del group.unknown_to[rank]
-        return any(
-            all(span[0] is not group for span in cell.voters[rank].spans)
-            for rank in group.unknown_to.keys() & cell.voters.keys()
-        )
+    def _lacks_unknown(self, cell: _Cell, voted_on: set[Group]) -> bool:
+        """Whether a member of one of these groups has a vote in the cell from before the group was declared, of which
+        `without` does not tell."""
+        for group in self._unknown_to_some & voted_on:
+            unknown_to = group.unknown_to
+            while unknown_to:
+                rank, last_cast = next(iter(unknown_to.items()))
+                pending = self._pending_of_rank[rank]
+                if pending and pending[0].arrived <= last_cast:
+                    break
+                del unknown_to[rank]
+            else:
+                self._unknown_to_some.discard(group)
+            for rank in unknown_to.keys() & cell.voters.keys():
+                if all(span[0] is not group for span in cell.voters[rank].spans):
+                    return True
+        return False
 
     def _settle_with_all_linked(
         self, vote: _Vote, finding: _Finding, now: float, decisions: list[Decision]
@@ -822,7 +830,7 @@ class _CollectiveHandshakeConsensus:
         One component waits for another when it lacks the vote of a rank that is blocked in the other. Only contested
         ranks make such a pair, and in a healthy job there are none. A cycle of ranks that are known to be blocked is
         answered at once. One in which a rank may still vote is answered once nothing has been added to it for its
-        grace, and before one of its votes is out of time.
+        grace, and before one of its votes is out of time; if some of it is settled meanwhile, the rest may stand twice.
         """
         self._contested = {
             rank for rank in self._contested if self._pending_of_rank[rank] and self._is_contested(rank)

@@ -206,14 +206,16 @@ class Oracle:
             outcome = self.outcome(component)
             if outcome != WAITS:
                 answers.update((place, {outcome}) for place in component)
-        # What is answered now may leave a rank with one vote, for which it blocks, of the several it had. It may be
-        # taken as blocked at once or a little later; a cycle that was closed by a vote is answered at once. One of
-        # blocks that stood before is, if the vote that closes it is one of them.
-        may_wait = {WAITS} if answers else set()
+        # A cycle of ranks that surely block is answered at once by the vote that closes it; of ranks that do because
+        # they stood so before, if this vote is one of those. One that was there before, and is certain only now that
+        # its ranks' other votes are answered, may be taken for one a little later.
         newest = len(self.votes) - 1
+        before = self.cycles(certain=True, answered={*answers, newest})
         for cycle in self.cycles(certain=True, answered=answers.keys()):
             known = any(self.blocking[place] for place in cycle) or (newest in cycle and self.has_stood(newest))
-            answers.update((place, {SPLIT} | may_wait if known else {SPLIT, WAITS}) for place in cycle)
+            closed_now = not answers and not any(cycle & other for other in before)
+            answers_of_it = {SPLIT} if known and closed_now else {SPLIT, WAITS}
+            answers.update((place, answers_of_it) for place in cycle)
         return answers
 
     def outcome(self, component: Sequence[int]) -> str:
