@@ -12,8 +12,7 @@ How a handshake is measured
     The floor is a star of the same messages: the same N processes send as many bytes as a vote over plain blocking
     sockets to one bare process, which, once it has one message from everybody, sends everybody as many bytes as a
     verdict. It parses and decides nothing. Both middles, the coordinator and the bare process, are processes of their
-    own on the first processor; rank r is on the one that comes r + 1 after it. (Left to the scheduler, processes that
-    share two processors get into places, for seconds, where one of the two takes up to twice as long.)
+    own. The scheduler places them all: with more processes than processors, the ranks' own work adds up.
 
     Blocks of `ROUNDS_PER_BLOCK` handshakes and as many star rounds take turns, so that whatever else the machine does
     hits both. The first round of a block lines the ranks up and doesn't count. `ratio` is the median, over the pairs of
@@ -215,18 +214,8 @@ def _run_child(target: Callable[..., None], pipe: Connection, *arguments: object
 # ---------------------------------------------------------------------- handshakes, and the bare star
 
 
-_PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-
-
-def _pin(place: int) -> None:
-    """Keeps this process, and those that it starts, on one processor, where the system can do that."""
-    if _PROCESSORS:
-        os.sched_setaffinity(0, {_PROCESSORS[place % len(_PROCESSORS)]})
-
-
 def _star_server(pipe: Connection, ranks: int, vote_bytes: int, verdict_bytes: int) -> None:
     """The bare star's middle: a message from everybody, then a message to everybody."""
-    _pin(0)
     verdict = bytes(verdict_bytes)
     selector = selectors.DefaultSelector()
     with socket.create_server(("127.0.0.1", 0), backlog=ranks) as listener:
@@ -284,14 +273,12 @@ def _rank(
     world = handshake.ProcessGroupId(range(ranks), ranks)
     counts = handshake.RankCollectiveCounts()
     vote = bytes(vote_bytes)
-    _pin(0)  # where rank 0's coordinator stays, as the star's middle does
     with (
         handshake.Handshake(
             current_rank=rank, world_size=ranks, host=coordinator[0], port=coordinator[1], secret=secret
         ) as face,
         socket.create_connection(star_address) as star,
     ):
-        _pin(rank + 1)
         star.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pipe.send(face.address)
         while True:
