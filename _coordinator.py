@@ -795,13 +795,16 @@ def main(arguments: list[str]) -> None:
     listener = socket.socket(fileno=int(arguments[0]))
     control = socket.socket(fileno=int(arguments[1]))
     line = b""
-    while not line.endswith(b"\n"):
-        data = control.recv(READ_BYTES)
-        if not data:
-            return
-        line += data
-    server = Server(listener, control, Config(**json.loads(line)), int(arguments[2]))
-    control.sendall(b"R")
+    try:
+        while not line.endswith(b"\n"):
+            data = control.recv(READ_BYTES)
+            if not data:
+                return
+            line += data
+        server = Server(listener, control, Config(**json.loads(line)), int(arguments[2]))
+        control.sendall(b"R")
+    except ConnectionError:
+        return  # the rank has ended before its coordinator has begun
     server.run()
 
 

@@ -520,6 +520,23 @@ def test_nothing_around_it_gets_into_the_child(tmp_path, monkeypatch):
     assert not (tmp_path / "marks").exists()
 
 
+@pytest.mark.parametrize(
+    "sent", [b"", b'{"rank": 0, "facts": {"world_size": 2}, "secret": "", "timeout_s": 1, "debug": ""}\n']
+)
+def test_a_child_whose_rank_has_ended_before_it_ends_without_a_word(sent):
+    control, theirs = socket.socketpair()
+    with theirs, socket.create_server(("127.0.0.1", 0)) as listener:
+        with control:
+            control.sendall(sent)
+        child = subprocess.run(
+            _child.command("_coordinator", str(listener.fileno()), str(theirs.fileno()), str(os.getpid())),
+            pass_fds=(listener.fileno(), theirs.fileno()),
+            capture_output=True,
+            timeout=PATIENCE_S,
+        )
+    assert (child.returncode, child.stdout, child.stderr) == (0, b"", b"")
+
+
 def test_the_child_imports_the_standard_library_and_these_files_alone():
     command = _child.command("_coordinator")
     assert "-I" in command and "-S" in command
