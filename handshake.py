@@ -20,11 +20,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 if __package__:
     from . import _client, _coordinator, _protocol, _rendezvous
     from ._client import Deadline, Endpoint, PendingVote
+    from ._settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, stage_of
     from ._vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
@@ -43,7 +44,6 @@ if __package__:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
-        whole_number,
     )
 else:
     import _client
@@ -51,6 +51,7 @@ else:
     import _protocol
     import _rendezvous
     from _client import Deadline, Endpoint, PendingVote
+    from _settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, stage_of
     from _vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
@@ -69,7 +70,6 @@ else:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
-        whole_number,
     )
 
 __all__ = [
@@ -98,157 +98,11 @@ __all__ = [
 
 logger = logging.getLogger("torch_tpu.handshake")
 
-TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
-ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
-SECRET_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_SECRET"
-DEBUG_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG"
-DEFAULT_TIMEOUT_S = 60.0
-
 # A graph's text, or a callable that makes it. The callable is called in a thread of its own, at most once, and only
 # if debugging is on and the ranks were split: the graph must not change until then.
 GraphText = str | Callable[[], str] | None
 
 _select_handshake_port = _rendezvous.select_handshake_port
-
-
-class _Settings(NamedTuple):
-    rank: int
-    world_size: int
-    place: _rendezvous.Place
-    timeout_s: float
-    split_on_timeout: bool
-    stage: HandshakeStage
-    debug: str
-    coordinator: str
-
-    @classmethod
-    def resolve(cls, rank: int | None, coordinator_rank: int, given: Mapping[str, Any]) -> "_Settings":
-        """Every setting: as given by keyword, else from its variable, else the default.
-
-        Raises:
-            HandshakeConfigError: one of them can't be used; the text names the keyword or variable.
-        """
-        distributed = _rendezvous.torch_distributed()
-        rank = _rank_or_size("current_rank", rank, distributed and distributed.get_rank, "RANK")
-        world_size = _rank_or_size(
-            "world_size", given["world_size"], distributed and distributed.get_world_size, "WORLD_SIZE"
-        )
-        if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
-            raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
-        coordinator_rank = whole_number(coordinator_rank, "coordinator_rank")
-        for name, value in (("current_rank", rank), ("coordinator_rank", coordinator_rank)):
-            if not 0 <= value < world_size:
-                raise HandshakeConfigError(f"{name} {value} is outside a world of {world_size} ranks")
-        if given["coordinator"] not in (None, "process", "thread"):
-            raise HandshakeConfigError(f'coordinator must be "process" or "thread", got {given["coordinator"]!r}')
-        port, port_source = _given_or_variable(given["port"], "port", _rendezvous.PORT_VARIABLE)
-        host, host_source = _given_or_variable(given["host"], "host", _rendezvous.ADDRESS_VARIABLE)
-        timeout_s, timeout_source = _given_or_variable(given["timeout_s"], "timeout_s", TIMEOUT_VARIABLE)
-        on_timeout, on_timeout_source = _given_or_variable(given["on_timeout"], "on_timeout", ON_TIMEOUT_VARIABLE)
-        secret, secret_source = _given_or_variable(given["secret"], "secret", SECRET_VARIABLE)
-        debug, debug_source = _given_or_variable(given["debug"], "debug", DEBUG_VARIABLE)
-        if on_timeout not in (None, "raise", "split"):
-            raise HandshakeConfigError(f"{on_timeout_source}={on_timeout!r} must be raise or split")
-        return cls(
-            rank,
-            world_size,
-            _rendezvous.Place(
-                coordinator_rank,
-                _rendezvous.DEFAULT_HOST if host is None else _rendezvous.parse_host(host, host_source),
-                None if port is None else _rendezvous.parse_port(port, port_source),
-                port_source,
-                None if secret is None else _text(secret, secret_source),
-                given["host"] is None and given["port"] is None,
-            ),
-            DEFAULT_TIMEOUT_S if timeout_s is None else _positive_seconds(timeout_s, timeout_source),
-            on_timeout == "split",
-            _stage_of(given["stage"]),
-            "" if debug is None else _folder(debug, debug_source),
-            given["coordinator"] or "process",
-        )
-
-    def is_of(self, session: "_Settings", given: Mapping[str, Any]) -> bool:
-        """Whether this is the same rank of the same job as `session`'s. Where no host and no port is given, it is that
-        of whatever was opened with one."""
-        return (
-            (self.rank, self.world_size, self.place.coordinator_rank)
-            == (session.rank, session.world_size, session.place.coordinator_rank)
-            and (given["host"] is None or self.place.host == session.place.host)
-            and (given["port"] is None or self.place.port == session.place.port)
-        )
-
-    def must_agree_with(self, session: "_Settings", given: Mapping[str, Any]) -> None:
-        """Refuses what is given and is not as in `session`, which is open.
-
-        Raises:
-            HandshakeConfigError: as said.
-        """
-        mine, theirs = self._asdict() | self.place._asdict(), session._asdict() | session.place._asdict()
-        for keyword, name in _GIVEN_ONCE.items():
-            if given[keyword] is not None and mine[name] != theirs[name]:
-                raise HandshakeConfigError(
-                    f"rank {self.rank} has a handshake open already, with another {keyword} than {given[keyword]!r}. "
-                    f"One process opens one for its job: give {keyword} when the first is made, or close() that first"
-                )
-
-
-# The keywords that an open handshake's settings are compared by, and what those are called.
-_GIVEN_ONCE = {
-    "timeout_s": "timeout_s",
-    "on_timeout": "split_on_timeout",
-    "secret": "secret",
-    "stage": "stage",
-    "debug": "debug",
-    "coordinator": "coordinator",
-}
-
-
-def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, str]:
-    if given is not None:
-        return given, keyword
-    return os.environ.get(variable) or None, variable
-
-
-def _rank_or_size(name: str, given: Any, ask: Callable[[], int] | None, variable: str) -> int:
-    if given is None and ask is not None:
-        return ask()
-    value, source = _given_or_variable(given, name, variable)
-    if value is None:
-        raise HandshakeConfigError(
-            f"{name} is not known: initialise torch.distributed, set {variable}, or pass Handshake({name}=…)"
-        )
-    return whole_number(value, source, text=True)
-
-
-def _text(value: Any, source: str) -> str:
-    try:
-        value.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise HandshakeConfigError(f"{source} must be text that UTF-8 can encode") from None
-    return str(value)
-
-
-def _folder(value: Any, source: str) -> str:
-    try:
-        return os.path.abspath(os.fsdecode(value))
-    except TypeError:
-        raise HandshakeConfigError(f"{source}={value!r} is no folder") from None
-
-
-def _positive_seconds(value: Any, source: str) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0.0 < seconds < float("inf"):
-        raise HandshakeConfigError(f"{source}={value!r} is no timeout: it must be a positive number of seconds")
-    return seconds
-
-
-def _stage_of(stage: HandshakeStage | str | None) -> HandshakeStage:
-    if stage is None:
-        return HandshakeStage.from_env()
-    return stage if isinstance(stage, HandshakeStage) else HandshakeStage.parse(str(stage), "stage")
 
 
 # ---------------------------------------------------------------------- one process's way to the coordinator
@@ -258,7 +112,7 @@ class _Session:
     """What all `Handshake` objects of one process and job share: the connection, and on the coordinator rank the
     coordinator."""
 
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.rank = settings.rank
         self.closed = False
@@ -407,7 +261,7 @@ def _session_for(
         for closed in [known for known, session in _sessions.items() if session.closed]:
             del _sessions[closed]
         if key not in _sessions:
-            settings = _Settings.resolve(rank, coordinator_rank, given)
+            settings = Settings.resolve(rank, coordinator_rank, given)
             for session in reversed(_sessions.values()):
                 if settings.is_of(session.settings, given):
                     settings.must_agree_with(session.settings, given)
@@ -951,7 +805,7 @@ class DispatchGate:
         self._fingerprint = executable_fingerprint
         self._pg_to_num_collectives = dict(pg_to_num_collectives)
         self._graph_text = graph_module_str
-        self.stage = _stage_of(stage)
+        self.stage = stage_of(stage)
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False

@@ -248,7 +248,7 @@ def test_other_arguments_mean_the_same_handshake_or_are_refused(rank_0, monkeypa
         "debug": "folder",
         "coordinator": "thread",
     }.items():
-        with pytest.raises(_vocabulary.HandshakeConfigError, match=rf"with another {keyword} than .*close\(\)"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=rf"with another {keyword}\. .*close\(\)"):
             handshake.Handshake(0, **{keyword: other})
 
 
