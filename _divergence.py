@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says in which way the graphs of several ranks differ, and what to change so that they don't.
 
-Works on the text of graphs alone (see `_graph_text`), without torch: online in a process of its own (`_reports`), for
-the variants that the ranks sent after a split; offline on files that somebody already has (`_explain`).
+Works on the text of graphs alone (see `_graph_text`), without torch: online in a process of its own (`_report_job`),
+for the variants that the ranks sent after a split; offline on files that somebody already has (`_explain`).
 
 **Reference.** The variant that most ranks have; of several, the one with the lowest rank. Rank 0 may be the odd one
 out. Every other variant is compared with it (`_graph_diff`).
@@ -14,7 +14,6 @@ recognised: that is a shard's offset, baked into the graph.
 
 import functools
 import math
-import os
 import re
 import textwrap
 from collections import Counter
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._divergence_page import MAX_COMPARISONS, page
     from ._graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
         NOT_THERE,
@@ -38,7 +36,6 @@ if __package__:
     from ._graph_text import Graph, Source, group_ranks, parse
     from ._vocabulary import format_ranks
 else:
-    from _divergence_page import MAX_COMPARISONS, page
     from _graph_diff import (
         MAX_DIFFERENCES_PER_VARIANT,
         NOT_THERE,
@@ -62,6 +59,9 @@ MAX_TEXT_ADVICE = 6
 MAX_TEXT_NOTES = 8
 MAX_WIDTH = 110
 MAX_HEAD = 300
+
+# Comparisons laid side by side on the page: a browser scrolls through this many at ease.
+MAX_COMPARISONS = 12
 
 # A longer number is no offset into anything. (Python refuses integers of more than 4,300 digits.)
 MAX_NUMBER_CHARACTERS = 40
@@ -690,10 +690,6 @@ class Report:
             lines.append(f"= {difference.formula}")
         return lines
 
-    def html(self) -> str:
-        """The report as a page of its own, that needs nothing else."""
-        return page([self])
-
 
 def explain(variants: Iterable[Variant], context: Context | None = None) -> Report:
     """Compares the variants of a graph.
@@ -719,92 +715,3 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> Repo
     notes = [f"{reason} ({format_ranks(ranks)})" for reason, ranks in concerned.items()]
     report.context = context._replace(notes=(*context.notes, *notes))
     return report
-
-
-# --- Jobs of the coordinator ------------------------------------------------------------------------------------------
-
-
-def run_job(job: Mapping[str, Any]) -> None:
-    """Makes the report that a job asks for.
-
-    A job is `{"variants": [{"ranks": [0], "fingerprint": "…", "text": "…", "hosts": {"0": "host:pid"}}],
-    "context": {…}, "out_text": path, "out_html": path}`. In the context everything may be missing: `groups`
-    (`[{"ranks": [0, 1], "span": [3, 4]}]`), `before` (lines), `reason`, `notes` (lines), `versions`
-    (`{"0": {"torch": "2.13.0"}}`). The outputs appear whole or not at all. Whatever fails, the text says so:
-    graphs that can't be compared, a page that can't be written.
-
-    Raises:
-        ValueError: this is no such job.
-        OSError: the text can't be written.
-    """
-    try:
-        out_text, out_html = str(job["out_text"]), str(job["out_html"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"this is no job for a report: {error!r}") from error
-    try:
-        variants, context = _variants_from_json(job["variants"]), _context_from_json(job.get("context") or {})
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        message = f"this is no job for a report: {error!r}"
-        write_file(out_text, f"{message}\n")
-        raise ValueError(message) from error
-    try:
-        report = explain(variants, context)
-        text, html = report.text(), report.html()
-    except Exception as error:  # who reads it wants to know which ranks, even if a graph is too strange to compare
-        bare = [variant._replace(text="") for variant in variants]
-        note = f"the graphs could not be compared: {type(error).__name__}: {error}"
-        report = explain(bare, context._replace(notes=(*context.notes, note)))
-        text, html = report.text(), report.html()
-    try:
-        write_file(out_html, html)
-    except OSError as error:
-        text += f"Note: the page could not be written: {error}\n"
-    write_file(out_text, text)
-
-
-def _variants_from_json(items: Iterable[Mapping[str, Any]]) -> list[Variant]:
-    return [
-        Variant(
-            tuple(sorted(item["ranks"])),
-            str(item.get("fingerprint") or ""),
-            str(item.get("text") or ""),
-            {int(rank): str(address) for rank, address in (item.get("hosts") or {}).items()},
-        )
-        for item in items
-    ]
-
-
-def _context_from_json(fields: Mapping[str, Any]) -> Context:
-    return Context(
-        groups=tuple(
-            (tuple(group["ranks"]), (group["span"][0], group["span"][1]) if group.get("span") else None)
-            for group in fields.get("groups") or ()
-        ),
-        before=tuple(map(str, fields.get("before") or ())),
-        reason=str(fields.get("reason") or ""),
-        notes=tuple(map(str, fields.get("notes") or ())),
-        versions={int(rank): dict(of_rank) for rank, of_rank in (fields.get("versions") or {}).items()},
-    )
-
-
-def write_file(path: str, content: str) -> None:
-    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
-
-    Raises:
-        OSError: with the path as it was given.
-    """
-    is_file = os.path.isfile(path) or not os.path.exists(path)
-    target = os.path.realpath(path)
-    unfinished = os.path.join(os.path.dirname(target), f".handshake-{os.getpid()}.part") if is_file else path
-    try:
-        try:
-            with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(content)
-            if is_file:
-                os.replace(unfinished, target)
-        except BaseException:
-            if is_file and os.path.exists(unfinished):
-                os.unlink(unfinished)
-            raise
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error

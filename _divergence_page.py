@@ -8,33 +8,27 @@ all are in the tables.
 """
 
 import html
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 if __package__:
     from ._align import align
-    from ._graph_diff import NOT_THERE, number_of
+    from ._divergence import MAX_COMPARISONS, Report
+    from ._graph_diff import NOT_THERE, BodyComparison, Difference, number_of
     from ._graph_text import Body, Node, Source
     from ._vocabulary import format_ranks
 else:
     from _align import align
-    from _graph_diff import NOT_THERE, number_of
+    from _divergence import MAX_COMPARISONS, Report
+    from _graph_diff import NOT_THERE, BodyComparison, Difference, number_of
     from _graph_text import Body, Node, Source
     from _vocabulary import format_ranks
 
-if TYPE_CHECKING:
-    if __package__:
-        from ._divergence import Report
-        from ._graph_diff import BodyComparison, Difference
-    else:
-        from _divergence import Report
-        from _graph_diff import BodyComparison, Difference
-
 # Equal nodes that are shown around a changed one.
 CONTEXT_NODES = 3
-# Comparisons laid side by side, and rows in each: a browser scrolls through this many at ease.
-MAX_COMPARISONS = 12
+# Rows of a comparison that are laid side by side: a browser scrolls through this many at ease.
 MAX_ROWS = 400
 # Rows of the list of differences, and values of one difference that are shown before the rest is folded away.
 MAX_DIFFERENCES = 200
@@ -98,7 +92,7 @@ class _Row(NamedTuple):
     changed: bool
 
 
-def page(reports: "Sequence[Report]", heading: str = "", notes: Iterable[str] = ()) -> str:
+def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()) -> str:
     """The page for one or several reports.
 
     Args:
@@ -126,7 +120,7 @@ def page(reports: "Sequence[Report]", heading: str = "", notes: Iterable[str] = 
     return "\n".join(parts)
 
 
-def _report(report: "Report") -> Iterator[str]:
+def _report(report: Report) -> Iterator[str]:
     yield f"<h1>{_escape(report.headline())}</h1>"
     yield _list(_escape(line) for line in report.where())
     notes = report.notes()
@@ -142,7 +136,7 @@ def _report(report: "Report") -> Iterator[str]:
         yield f"<h2>Handshakes just before</h2>{_list(_escape(line) for line in report.context.before)}"
 
 
-def _variants(report: "Report") -> Iterator[str]:
+def _variants(report: Report) -> Iterator[str]:
     yield f"<h2>{number_of(len(report.variants), 'variant')}, largest first</h2>"
     rows = ["<tr><th></th><th>ranks</th><th>number</th><th>graph</th></tr>"]
     for number, variant in enumerate(report.variants):
@@ -154,7 +148,7 @@ def _variants(report: "Report") -> Iterator[str]:
     yield f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
 
-def _constants(report: "Report") -> Iterator[str]:
+def _constants(report: Report) -> Iterator[str]:
     constants = [difference for difference in report.differences if difference.kind == "constant"]
     if not constants:
         return
@@ -184,7 +178,7 @@ def _constants(report: "Report") -> Iterator[str]:
     yield f'<div class="scroll"><table class="constants"><tr>{head}</tr>{body}</table></div>'
 
 
-def _differences(report: "Report") -> Iterator[str]:
+def _differences(report: Report) -> Iterator[str]:
     if not report.differences:
         return
     shown = report.differences[:MAX_DIFFERENCES]
@@ -195,7 +189,7 @@ def _differences(report: "Report") -> Iterator[str]:
         yield _difference(report, number, difference)
 
 
-def _difference(report: "Report", number: int, difference: "Difference") -> str:
+def _difference(report: Report, number: int, difference: Difference) -> str:
     parts = [
         f'<div class="difference">{number}. <span class="badge">{_escape(difference.kind)}</span> '
         f"{_with_code(_cut(report.place(difference), MAX_VALUE_CHARACTERS))}, "
@@ -222,7 +216,7 @@ def _difference(report: "Report", number: int, difference: "Difference") -> str:
     return "".join([*parts, "</div>"])
 
 
-def _comparisons(report: "Report") -> Iterator[str]:
+def _comparisons(report: Report) -> Iterator[str]:
     # Of graphs that have nothing in common there is nothing to lay side by side.
     alike = [
         numbers
@@ -245,7 +239,7 @@ def _comparisons(report: "Report") -> Iterator[str]:
         yield f'<p class="soft">{left} more comparisons are left out (MAX_COMPARISONS={MAX_COMPARISONS}).</p>'
 
 
-def _side_by_side(comparison: "BodyComparison", sides: list[str]) -> Iterator[str]:
+def _side_by_side(comparison: BodyComparison, sides: list[str]) -> Iterator[str]:
     rows = _rows(comparison)
     near: set[int] = set()
     for number, row in enumerate(rows):
@@ -286,7 +280,7 @@ def _side_by_side(comparison: "BodyComparison", sides: list[str]) -> Iterator[st
     yield "".join([*lines, "</table>"])
 
 
-def _rows(comparison: "BodyComparison") -> list[_Row]:
+def _rows(comparison: BodyComparison) -> list[_Row]:
     rows: list[_Row] = []
     i = j = 0
     ends = (len(comparison.reference.nodes), len(comparison.other.nodes))
@@ -302,7 +296,7 @@ def _rows(comparison: "BodyComparison") -> list[_Row]:
     return rows
 
 
-def _line(comparison: "BodyComparison", row: _Row, names: list[dict[str, int]]) -> str:
+def _line(comparison: BodyComparison, row: _Row, names: list[dict[str, int]]) -> str:
     left = _node_line(comparison.reference, row.left)
     right = _node_line(comparison.other, row.right)
     if row.changed and row.left is not None and row.right is not None:
@@ -388,3 +382,26 @@ def _cut(text: str, most_characters: int) -> str:
 
 def _escape(text: str) -> str:
     return html.escape(text, quote=True)
+
+
+def write_file(path: str, content: str) -> None:
+    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
+
+    Raises:
+        OSError: with the path as it was given.
+    """
+    is_file = os.path.isfile(path) or not os.path.exists(path)
+    target = os.path.realpath(path)
+    unfinished = os.path.join(os.path.dirname(target), f".handshake-{os.getpid()}.part") if is_file else path
+    try:
+        try:
+            with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(content)
+            if is_file:
+                os.replace(unfinished, target)
+        except BaseException:
+            if is_file and os.path.exists(unfinished):
+                os.unlink(unfinished)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error

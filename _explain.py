@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 if __package__:
     from ._align import align
-    from ._divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text, write_file
-    from ._divergence_page import page
+    from ._divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text
+    from ._divergence_page import page, write_file
     from ._graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of
     from ._graph_text import Graph, parse
     from ._vocabulary import format_ranks
 else:
     from _align import align
-    from _divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text, write_file
-    from _divergence_page import page
+    from _divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text
+    from _divergence_page import page, write_file
     from _graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of
     from _graph_text import Graph, parse
     from _vocabulary import format_ranks

@@ -2,21 +2,19 @@
 """Has the graphs of a split compared, in a process of its own, so that no verdict waits for it.
 
 A thread feeds one comparison after the other: a folder on a file system that hangs stops nothing but the reports. The
-graphs stay as the ranks sent them; unpacking them, and comparing them, which is `_divergence`'s, is the process's.
-What comes back is a text for the log and a page to look at, both in the debug folder.
+graphs stay as the ranks sent them; unpacking and comparing them is the process's (`_report_job`). What comes back is a
+text for the log and a page to look at, both in the debug folder.
 """
 
 import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 if __package__:
     from . import _child
@@ -34,13 +32,8 @@ MAX_WAITING = 64
 COMPARE_WITHIN_S = 120.0
 # How often it is looked whether a comparison has ended.
 LOOK_EVERY_S = 0.05
-# A graph's text, unpacked, and all texts of one comparison; the rest is cut, and the report says so.
-MAX_TEXT_BYTES = 64 * 2**20
-MAX_TEXTS_BYTES = 512 * 2**20
 # A report's text, which goes into a log: it has a screen or two.
 MAX_REPORT_CHARACTERS = 2**18
-# What is said of a failed one.
-MAX_FAILURE_BYTES = 1000
 # What a comparison that runs at the end may still take.
 CLOSE_WITHIN_S = 1.0
 
@@ -58,7 +51,7 @@ class Finished(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What goes to the process: a line of JSON, and the graphs, each as long as it says there."""
+    """What goes to the process, see `_report_job`; and the ranks of the split."""
 
     head: dict[str, Any]
     graphs: list[bytes]
@@ -155,7 +148,7 @@ class Reports:
         said, text, failure = b"", "", ""
         try:
             os.makedirs(self._folder, exist_ok=True)
-            command = _child.command("_reports")
+            command = _child.command("_report_job")
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
                 self._process = process
                 try:
@@ -172,70 +165,9 @@ class Reports:
         except subprocess.TimeoutExpired:
             failure = f"a comparison took more than {COMPARE_WITHIN_S:.0f} s"
         except Exception as error:
-            failure = _why(error)
+            # Without the file's name: the same for every split that it hinders.
+            failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         if failure:
             failure = f"splits can't be explained in {self._folder}: {failure}"
         path = job.head["out_html"]
         return Finished(text, path if os.path.exists(path) else "", job.ranks, failure)
-
-
-# ---------------------------------------------------------------------- the process
-
-
-def main(arguments: list[str]) -> int:
-    """The process of one comparison. The job is on its standard input: a line of JSON, which is a job of `_divergence`
-    but for the texts, and the graphs, one after the other. What fails is said on the standard output.
-
-    Returns:
-        The exit status.
-    """
-    if __package__:
-        from . import _divergence
-    else:
-        import _divergence
-    try:
-        _divergence.run_job(_read_job(sys.stdin.buffer))
-    except Exception as error:
-        sys.stdout.buffer.write(_why(error).encode("utf-8", "replace")[:MAX_FAILURE_BYTES])
-        return 2
-    return 0
-
-
-def _read_job(source: BinaryIO) -> dict[str, Any]:
-    job: dict[str, Any] = json.loads(source.readline())
-    left = MAX_TEXTS_BYTES
-    notes: dict[str, list[int]] = {}
-    for variant in job["variants"]:
-        # By its length: whoever was forked meanwhile may hold the other end open.
-        compressed = source.read(variant.pop("bytes"))
-        text, note = _unpack(compressed, min(left, MAX_TEXT_BYTES))
-        left -= len(text)
-        variant["text"] = text.decode("utf-8", "replace")
-        if note:
-            notes.setdefault(note, []).extend(variant["ranks"])
-    job["context"]["notes"] += [f"{format_ranks(ranks)}: {note}" for note, ranks in notes.items()]
-    return job
-
-
-def _unpack(compressed: bytes, most_bytes: int) -> tuple[bytes, str]:
-    """A graph's text, and a note on what is missing of it."""
-    if not compressed:
-        return b"", ""
-    unpacker = zlib.decompressobj()
-    try:
-        text = unpacker.decompress(compressed, most_bytes + 1)
-    except zlib.error as error:
-        return b"", f"the graph can't be unpacked: {error}"
-    if len(text) > most_bytes:
-        return text[:most_bytes], (
-            f"the graph is cut: a comparison takes at most {MAX_TEXT_BYTES >> 20} MiB of one graph, and "
-            f"{MAX_TEXTS_BYTES >> 20} MiB of all"
-        )
-    return text, "" if unpacker.eof else "the graph came cut off"
-
-
-def _why(error: Exception) -> str:
-    """What is wrong, without the file's name: the same for every split that it hinders."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from layout import TESTS, load
 from printed_graphs import VOCABULARY, assert_page_is_self_contained, big_text, small, without_rank
 
 _divergence = load("_divergence")
+_divergence_page = load("_divergence_page")
 _graph_diff = load("_graph_diff")
 _graph_text = load("_graph_text")
 
@@ -28,6 +29,10 @@ def report_of(texts, context=None):
         for number, ranks in enumerate(ranks_of.values())
     ]
     return explain(variants, context)
+
+
+def page_of(report):
+    return _divergence_page.page([report])
 
 
 # --- Real pairs of graphs, a kind of difference each ---
@@ -331,7 +336,7 @@ def test_a_real_pair_of_ranks_that_differ_in_one_kind(name):
     assert "test_divergence.py" in text
     assert "site-packages/torch" not in text
     assert len(text.splitlines()) < 45
-    assert_page_is_self_contained(report.html())
+    assert_page_is_self_contained(page_of(report))
 
 
 def test_equal_programs_have_no_differences():
@@ -470,7 +475,7 @@ def test_the_context_is_in_the_report():
         "return (wait_tensor,)", "return (masked_fill,)"
     )
     report = report_of([*[VOCABULARY[0]] * 3, removed], context)
-    for shown in (report.text(), report.html()):
+    for shown in (report.text(), page_of(report)):
         for words in (
             "ranks 0-3: collectives [12, 13)",
             "[11, 12) on ranks 0-3: fat",
@@ -580,7 +585,7 @@ def test_a_text_that_is_not_compared_as_a_whole_is_named():
 
 def test_a_table_of_constants_has_no_value_for_a_variant_without_the_node():
     texts = [small(f"z = x + {rank}\ny = z.sin()\nreturn (y,)") for rank in (3, 4)]
-    page = report_of([*texts, small("y = x.sin()\nreturn (y,)")]).html()
+    page = page_of(report_of([*texts, small("y = x.sin()\nreturn (y,)")]))
     row = re.search(r'<table class="constants">.*?</table>', page)[0]
     assert re.findall(r"<td><code>([^<]*)</code></td>", row) == ["3", "4", "not there"]
 
@@ -594,7 +599,7 @@ def test_64_variants_of_a_large_graph_are_told_in_a_screen_or_two():
     text = report.text()
     assert "= 18992 · rank" in text and "before node" in text and "rank 50: `n" in text
     assert len(text.splitlines()) < 60
-    page = report.html()
+    page = page_of(report)
     assert_page_is_self_contained(page)
     assert len(page) < 200_000
     # One comparison for all that differ in the constant alone, and one for rank 50.
@@ -608,7 +613,7 @@ def test_a_large_graph_with_one_added_node_and_one_without_any_common_node():
     assert [difference.kind for difference in report.differences] == ["added node"]
     nothing_in_common = report_of([text, text.replace("aten", "other").replace("4096", "77")])
     assert [difference.kind for difference in nothing_in_common.differences] == ["graph"]
-    assert "nothing in common" in nothing_in_common.html()
+    assert "nothing in common" in page_of(nothing_in_common)
 
 
 def test_bounds_that_bite_are_named():
@@ -616,7 +621,7 @@ def test_bounds_that_bite_are_named():
     other = re.sub(r'w(\d+): "bf16\[4096', lambda match: f'w{match[1]}: "bf16[{5000 + int(match[1])}', text)
     report = report_of([text, other])
     assert "MAX_DIFFERENCES_PER_VARIANT=1000" in report.text()
-    assert "MAX_DIFFERENCES" in report.html() and "MAX_ROWS" in report.html()
+    assert "MAX_DIFFERENCES" in page_of(report) and "MAX_ROWS" in page_of(report)
     assert len(report.text().splitlines()) < 70
 
 
@@ -633,95 +638,15 @@ def test_the_page_escapes_whatever_is_in_graphs_and_logs():
         before=(evil,), reason=evil, notes=(evil,), title=evil, versions={0: {evil: evil}, 1: {evil: "2"}}
     )
     variants = [Variant((rank,), evil, text, {rank: evil}) for rank, text in enumerate(texts)]
-    page = explain(variants, context).html()
+    page = page_of(explain(variants, context))
     assert_page_is_self_contained(page)
     assert "onclick='x'" not in page
 
 
 def test_the_page_marks_what_changed_within_a_line():
-    page = report_of(VOCABULARY).html()
+    page = page_of(report_of(VOCABULARY))
     assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>0</mark>)" in page
     assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>18992</mark>)" in page
-
-
-# --- Jobs of the coordinator ---
-
-
-def run_job(tmp_path, variants, context=None):
-    job = {
-        "variants": variants,
-        "context": context or {},
-        "out_text": str(tmp_path / "report.txt"),
-        "out_html": str(tmp_path / "report.html"),
-    }
-    _divergence.run_job(job)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.txt"]
-    return (tmp_path / "report.txt").read_text(), (tmp_path / "report.html").read_text()
-
-
-def test_a_job_gives_a_text_and_a_page(tmp_path):
-    variants = [
-        {
-            "ranks": [rank],
-            "fingerprint": f"{rank:032x}",
-            "text": VOCABULARY[rank],
-            "hosts": {str(rank): f"node0:{rank}"},
-        }
-        for rank in range(4)
-    ]
-    context = {
-        "groups": [{"ranks": [0, 1, 2, 3], "span": [5, 6]}],
-        "reason": "why",
-        "versions": {"0": {"torch": "2.13"}},
-    }
-    text, page = run_job(tmp_path, variants, context)
-    assert "18992 · rank" in text and "collectives [5, 6)" in text and "node0:3" in text
-    assert "18992 · rank" in page
-
-
-@pytest.mark.parametrize(
-    "text", [None, "", "\0\ud800", "class GraphModule(torch.nn.Module):\n    def forward(", "x" * 10**6]
-)
-def test_a_job_with_a_strange_graph_says_so_in_the_report(tmp_path, text):
-    variants = [{"ranks": [0], "text": VOCABULARY[0]}, {"ranks": [2, 1], "fingerprint": "f", "text": text}]
-    report, page = run_job(tmp_path, variants)
-    assert "ranks 1-2" in report and "not compared" in report and "not compared" in page
-
-
-def test_a_failure_of_the_comparison_still_names_the_ranks(tmp_path, monkeypatch):
-    def fail(*_):
-        raise ZeroDivisionError("oops")
-
-    monkeypatch.setattr(_divergence, "compare", fail)
-    variants = [{"ranks": [rank], "text": VOCABULARY[rank]} for rank in (0, 1)]
-    report, _ = run_job(tmp_path, variants)
-    assert "ranks 0-1" in report and "could not be compared: ZeroDivisionError: oops" in report
-
-
-def test_a_job_without_room_for_its_page_says_so_in_the_text(tmp_path):
-    variants = [{"ranks": [rank], "text": VOCABULARY[rank]} for rank in (0, 1)]
-    page = tmp_path / "missing" / "report.html"
-    _divergence.run_job({"variants": variants, "out_text": str(tmp_path / "report.txt"), "out_html": str(page)})
-    text = (tmp_path / "report.txt").read_text()
-    assert "18992 · rank" in text and "page could not be written" in text and str(page) in text
-    with pytest.raises(OSError, match="missing"):
-        _divergence.run_job({"variants": variants, "out_text": str(page), "out_html": str(page)})
-
-
-@pytest.mark.parametrize("job", [[], {}, {"variants": []}, {"out_text": "x"}])
-def test_a_job_that_says_not_where_its_report_goes_is_refused(job):
-    with pytest.raises(ValueError, match="no job for a report"):
-        _divergence.run_job(job)
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"variants": 3}, {"variants": [{}]}, {"variants": [{"ranks": [0], "hosts": {"x": 1}}]}]
-)
-def test_a_job_that_is_none_leaves_a_text_that_says_so(tmp_path, fields):
-    job = fields | {name: str(tmp_path / name) for name in ("out_text", "out_html")}
-    with pytest.raises(ValueError, match="no job for a report"):
-        _divergence.run_job(job)
-    assert "no job for a report" in (tmp_path / "out_text").read_text()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -744,4 +669,4 @@ def test_damaged_texts_never_fail(seed):
             variants.append(Variant((rank,), str(rank), "\n".join(lines)))
         report = explain(variants)
         assert report.text()
-        assert_page_is_self_contained(report.html())
+        assert_page_is_self_contained(page_of(report))

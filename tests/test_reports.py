@@ -2,8 +2,6 @@
 """Reports of splits: made in another process, from the graphs as they came; with nothing left behind and everything
 said, whatever the folder or the process does."""
 
-import io
-import json
 import os
 import time
 import zlib
@@ -115,18 +113,6 @@ def test_the_last_report_says_so(reports, monkeypatch):
     assert ["this is report 2 of the job, and the last" in one.text for one in finished(made, 2)] == [False, True]
 
 
-def test_texts_are_bounded(monkeypatch):
-    monkeypatch.setattr(_reports, "MAX_TEXT_BYTES", 1000)
-    monkeypatch.setattr(_reports, "MAX_TEXTS_BYTES", 1500)
-    graphs = [zlib.compress(b"x" * size) for size in (1000, 10**7, 100)]
-    variants = [{"ranks": [rank], "bytes": len(graph)} for rank, graph in enumerate(graphs)]
-    head = {"variants": variants, "context": {"notes": ["first"]}}
-    job = _reports._read_job(io.BytesIO(json.dumps(head).encode() + b"\n" + b"".join(graphs) + b"what follows"))
-    assert [len(variant["text"]) for variant in job["variants"]] == [1000, 500, 0]
-    assert job["context"]["notes"][0] == "first"
-    assert job["context"]["notes"][1].startswith("ranks 1-2: the graph is cut")
-
-
 # ---------------------------------------------------------------------- what may go wrong
 
 
@@ -181,17 +167,6 @@ def test_a_process_that_does_not_do_it(reports, tmp_path, monkeypatch, command, 
     found = finished(made)
     assert found.failure == f"splits can't be explained in {tmp_path / 'reports'}: {words}"
     assert list((tmp_path / "reports").iterdir()) == []
-
-
-def test_what_fails_in_the_process_is_said_without_the_names_of_files(monkeypatch, capfdbinary):
-    def full(job):
-        raise OSError(28, "No space left on device", "/somewhere/handshake-split-1-0007.txt")
-
-    monkeypatch.setattr(_reports, "_read_job", lambda source: {})
-    monkeypatch.setattr(load("_divergence"), "run_job", full)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-    assert _reports.main([]) == 2
-    assert capfdbinary.readouterr().out == b"No space left on device"
 
 
 def test_comparisons_that_wait_are_bounded(reports, monkeypatch):
