@@ -9,12 +9,14 @@ Votes leave in the order of the collective lines. A vote that leaves a gap behin
 waits a moment for the vote that fills it, which another thread may be about to submit.
 """
 
+import functools
 import logging
 import os
 import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,6 +54,8 @@ logger = logging.getLogger("torch_tpu.handshake")
 # How long a vote waits for the one that fills the gap before it. The other thread has counted already and is on its
 # way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
 GAP_WAIT_S = 1.0
+# Gaps of one line that are remembered, for votes that come later still: about as many as threads compile at once.
+MAX_SKIPPED_SPANS = 16
 # The coordinator ends every wait at its timeout; so much later the rank concludes that it hangs.
 COORDINATOR_GRACE_S = 10.0
 # A reading thread looks up so often, to see whether it has waited too long.
@@ -59,6 +63,7 @@ LOOK_UP_S = 1
 # A coordinator that takes nothing for so long hangs, or its host does.
 SEND_WITHIN_S = 10
 _TAKES_NOTHING = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
+_INTERRUPTED = "a send was interrupted, and nobody knows how much of it has left"
 # What the last bytes (a goodbye) may wait for another thread's.
 CLOSE_WITHIN_S = 1.0
 # Between two attempts to connect.
@@ -148,16 +153,37 @@ class Rounds:
 
 class _Line:
     """How far this rank's votes on one group have been sent. `number` names the group on this connection; `eager` is
-    how many of its collectives were recorded as issued outside any graph by then; `skipped` is the last span that was
-    given up waiting for."""
+    how many of its collectives were recorded as issued outside any graph by then; `skipped` holds the last gaps that
+    were given up waiting for."""
 
-    __slots__ = ("eager", "frontier", "number", "skipped")
+    __slots__ = ("eager", "frontier", "number", "ranks", "skipped")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
         self.number = number
+        self.ranks = ranks
         self.frontier = 0
         self.eager = 0
-        self.skipped = (0, 0)
+        self.skipped: deque[tuple[int, int]] = deque(maxlen=MAX_SKIPPED_SPANS)
+
+
+class _Take(NamedTuple):
+    """What a vote takes of one line."""
+
+    line: _Line
+    start: int
+    end: int
+    eager: int
+
+    def leaves_gap(self) -> bool:
+        """Whether positions before it are neither voted on nor recorded as eager."""
+        start, line = self.start, self.line
+        return start > line.frontier and start - line.frontier > self.eager - line.eager
+
+    def is_late(self) -> bool:
+        """Whether it is in a gap that was given up."""
+        return self.start < self.line.frontier and any(
+            start <= self.start and self.end <= end for start, end in self.line.skipped
+        )
 
 
 class Client:
@@ -178,9 +204,12 @@ class Client:
         self._numbers = 0
         self._votes: dict[int, PendingVote] = {}
         self._details: dict[int, dict[str, Any]] = {}
-        # Held by those who take part: a ticket that is thrown away ends its exchange for this rank.
-        self._exchanges: weakref.WeakValueDictionary[int, Rounds] = weakref.WeakValueDictionary()
-        self._reading = threading.Lock()
+        # Held by those who take part. When a ticket is thrown away the others are told with the next vote.
+        self._exchanges: dict[int, weakref.ref[Rounds]] = {}
+        self._thrown_away: deque[int] = deque()
+        # Reentrant, because a signal handler's exception can come between taking it and `try`: it stays taken then, and
+        # its thread must be able to read on.
+        self._reading = threading.RLock()
         self._turn = threading.Condition()
         self._others_wait = 0
         self._failure: tuple[type[HandshakeError], str] | None = None
@@ -205,49 +234,46 @@ class Client:
         Raises:
             HandshakeConfigError: a group reaches outside the world, or there are too many. Nothing was sent then.
         """
-        spans = []
-        moves = []
-        late = ""
-        deadline: Deadline | None = None
         with self._sending:
             # Not through the Mapping's methods: this is every dispatch's path.
-            for group, count in counts._pg_to_count.items():
-                if count.num_collectives_in_graph and len(group.ranks) > 1:
-                    line = self._lines.get(group) or self._declare(group)
-                    start = count.collective_count_before
-                    end = start + count.num_collectives_in_graph
-                    eager = counts._eager.get(group, 0) if counts._eager else 0
-                    if start > line.frontier and start - line.frontier > eager - line.eager:
-                        deadline = deadline or Deadline(GAP_WAIT_S)
-                        self._wait_for_the_vote_before(line, start, eager, deadline)
-                    elif start < line.frontier and line.skipped[0] <= start and end <= line.skipped[1]:
-                        late = f"[{start}, {end}) on {format_ranks(group.ranks)}"
-                        continue
-                    spans.append((line.number, start, end))
-                    moves.append((line, end, eager))
-            if len(spans) > _protocol.MAX_SPANS:
-                raise HandshakeConfigError(
-                    f"a graph has collectives on {len(spans)} process groups of this rank; a vote can name "
-                    f"{_protocol.MAX_SPANS}"
+            takes = [
+                _Take(
+                    self._lines.get(group) or self._declare(group),
+                    count.collective_count_before,
+                    count.collective_count_before + count.num_collectives_in_graph,
+                    counts._eager.get(group, 0) if counts._eager else 0,
                 )
+                for group, count in counts._pg_to_count.items()
+                if count.num_collectives_in_graph and len(group.ranks) > 1
+            ]
+            if len(takes) > _protocol.MAX_SPANS:
+                raise too_many_groups(len(takes))
+            late: list[_Take] = []
+            if any(take.start != take.line.frontier for take in takes):
+                self._wait_for_the_votes_before(takes)
+                late = [take for take in takes if take.is_late()]
             if late:
-                late = (
-                    f"rank {self._rank}'s vote at {late} came more than {GAP_WAIT_S:g} s after a later one of another "
-                    f"thread, which was sent without it: the others have gone on split"
+                takes = [take for take in takes if take not in late]
+                line, start, end, _ = late[0]
+                reason = (
+                    f"rank {self._rank}'s vote at [{start}, {end}) on {format_ranks(line.ranks)} came more than "
+                    f"{GAP_WAIT_S:g} s after a later one of another thread, which was sent without it: the others have "
+                    f"gone on split"
                 )
-                if not spans:
-                    return _split_here(late)
+                if not takes:
+                    return _split_here(reason)
                 # What it meets on its other groups must be split too: this is nobody's fingerprint.
-                logger.warning("handshake: %s", late)
+                logger.warning("handshake: %s", reason)
                 digest, flags = os.urandom(DIGEST_BYTES), 0
-            if not spans:
+            if not takes:
                 return None
-            for line, end, eager in moves:
+            for line, _, end, eager in takes:
                 # A span that goes back is for the coordinator to refuse; the line stays where it was.
                 if end > line.frontier:
                     line.frontier, line.eager = end, eager
             number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
             pending = self._votes[number] = PendingVote(number)
+            spans = [(line.number, start, end) for line, start, end, _ in takes]
             self._send(_protocol.vote(number, flags, digest, spans))
             if self._votes_wait_for_others:
                 self._sent.notify_all()
@@ -260,7 +286,7 @@ class Client:
         Returns:
             None if it is no such vote; nothing has happened then. Else the vote, for `wait`: mostly it is answered.
         """
-        if counts._eager or self._failure is not None:
+        if counts._eager or self._thrown_away or self._failure is not None:
             return None
         group = None
         for known, known_count in counts._pg_to_count.items():
@@ -289,12 +315,15 @@ class Client:
                     sent = False
                 except OSError:
                     sent = False  # what the coordinator said before is still to be read, and tells more
+                except BaseException:
+                    self._fail(HandshakePeerLostError, _INTERRUPTED)
+                    raise
                 if self._votes_wait_for_others:
                     self._sent.notify_all()
             try:
                 data = self._sock.recv(READ_BYTES) if sent else None
-            except (BlockingIOError, ConnectionError):
-                data = None
+            except OSError:
+                data = None  # nothing for a while; or the connection broke, as `wait` finds
             if data == _protocol.verdict(number, _protocol.FAT):
                 del self._votes[number]
                 pending.outcome = _protocol.FAT
@@ -321,18 +350,20 @@ class Client:
                 f"rank {self._rank} has voted on {len(self._lines)} process groups, which is all that a connection "
                 f"can name; reuse groups, rather than making new ones for ever"
             )
-        line = self._lines[group] = _Line(len(self._lines))
+        line = self._lines[group] = _Line(len(self._lines), group.ranks)
         self._undeclared += _protocol.group(line.number, group.ranks)
         return line
 
-    def _wait_for_the_vote_before(self, line: _Line, start: int, eager: int, deadline: Deadline) -> None:
-        """Waits a moment while positions before `start` are neither voted on nor recorded as eager."""
+    def _wait_for_the_votes_before(self, takes: "list[_Take]") -> None:
+        """Waits a moment while positions before these are neither voted on nor recorded as eager."""
         self._votes_wait_for_others += 1
         try:
-            if not self._sent.wait_for(lambda: start - line.frontier <= eager - line.eager, deadline.remaining()):
-                line.skipped = (line.frontier, start)
+            self._sent.wait_for(lambda: not any(take.leaves_gap() for take in takes), GAP_WAIT_S)
         finally:
             self._votes_wait_for_others -= 1
+        for take in takes:
+            if take.leaves_gap():
+                take.line.skipped.append((take.line.frontier, take.start))
 
     def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
         """Sends the graph that a verdict asked for."""
@@ -377,7 +408,8 @@ class Client:
             if self._reading.acquire(False):
                 try:
                     while not pending.outcome and self._failure is None:
-                        if not self._receive() and not deadline.remaining():
+                        self._receive()
+                        if not pending.outcome and not deadline.remaining():
                             raise self._no_answer(seconds)
                 finally:
                     self._reading.release()
@@ -387,12 +419,18 @@ class Client:
                 with self._turn:
                     self._others_wait += 1
                     try:
-                        if not pending.outcome and self._reading.locked():
+                        if not pending.outcome and not self._nobody_reads():
                             self._turn.wait(LOOK_UP_S)
                     finally:
                         self._others_wait -= 1
                 if not pending.outcome and not deadline.remaining():
                     raise self._no_answer(seconds)
+
+    def _nobody_reads(self) -> bool:
+        if self._reading.acquire(False):
+            self._reading.release()
+            return True
+        return False
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
@@ -452,7 +490,10 @@ class Client:
                 raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
             vote.flags = message.flags
             if message.exchange:
-                vote.rounds = self._exchanges[message.exchange] = Rounds(message.exchange)
+                vote.rounds = Rounds(message.exchange)
+                # The callback may come at any moment, in any thread: it takes no lock.
+                give_up = functools.partial(self._thrown_away.append, message.exchange)
+                self._exchanges[message.exchange] = weakref.ref(vote.rounds, lambda _: give_up())
             if message.outcome != _protocol.FAT:
                 vote.facts = self._details.pop(message.vote, {})
             vote.outcome = message.outcome
@@ -471,7 +512,8 @@ class Client:
             raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
 
     def _take_result(self, result: _protocol.Result) -> None:
-        rounds = self._exchanges.get(result.exchange)
+        known = self._exchanges.get(result.exchange)
+        rounds = known() if known is not None else None
         if rounds is None:
             return  # this rank has ended the exchange
         if result.ok:
@@ -504,6 +546,10 @@ class Client:
         self._raise_failure()
         if self._undeclared:
             data, self._undeclared = self._undeclared + data, b""
+        while self._thrown_away:
+            number = self._thrown_away.popleft()
+            self._exchanges.pop(number, None)
+            data = _protocol.exchange(number, _protocol.ABORT, b"its ticket was thrown away") + data
         try:
             self._sock.sendall(data)
         except BlockingIOError:
@@ -517,6 +563,9 @@ class Client:
                 finally:
                     self._reading.release()
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+        except BaseException:
+            self._fail(HandshakePeerLostError, _INTERRUPTED)
+            raise
         self._raise_failure()
         self.bytes_sent += len(data)
 
@@ -660,6 +709,13 @@ def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -
         if not data:
             raise ConnectionResetError("it closed the connection")
         decoder.feed(data)
+
+
+def too_many_groups(number: int) -> HandshakeConfigError:
+    """What to raise for a graph on so many groups."""
+    return HandshakeConfigError(
+        f"a graph has collectives on {number} process groups of this rank; a vote can name {_protocol.MAX_SPANS}"
+    )
 
 
 def _split_here(reason: str) -> PendingVote:

@@ -70,8 +70,6 @@ MAX_VOTES_UNDER_WAY = 1024
 
 # Missing ranks are all named, as ranges; so many of them with where they were last seen.
 MAX_RANKS_LAST_SEEN = 8
-# So many fingerprints are listed when votes differ.
-MAX_FINGERPRINTS_SHOWN = 4
 
 
 class Outcome(enum.Enum):
@@ -468,7 +466,6 @@ class _CollectiveHandshakeConsensus:
             self._components[component] = None
             cell.beside.add(group)
             group.highest_frontier = end
-            self._wake_at(now + NOTICE_AT_S[0])
         else:
             component = cell.component
             if (
@@ -503,7 +500,7 @@ class _CollectiveHandshakeConsensus:
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for `CYCLE_GRACE_S`, TIMEOUT for a
-        whole component when its oldest vote has waited its timeout."""
+        whole component when one of its votes has waited its timeout."""
         decisions: list[Decision] = []
         if self._cycles_due is not None:
             self._settle_wait_cycles(now, decisions)

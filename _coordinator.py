@@ -145,6 +145,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
         self._strangers: set[_Connection] = set()
+        self._stuck: set[_Connection] = set()  # to be dropped in the end of this turn of the loop
         self._of_rank: dict[int, _Connection] = {}
         # By their ranks: every rank declares the world, and its ranks need to be checked only once.
         self._declared: dict[tuple[int, ...], Group] = {}
@@ -183,6 +184,8 @@ class Server:
                         return
                     else:
                         peer()
+                while self._stuck:
+                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
                 voted_at, self._voted_at = self._voted_at, 0.0
                 deadline = self._next_deadline()
                 if deadline is None:
@@ -639,7 +642,8 @@ class Server:
         connection.unsent.append(memoryview(data)[sent:])
         connection.unsent_bytes += len(data) - sent + UNSENT_FRAME_BYTES
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
-            self._drop(connection, "it does not read what is sent to it")
+            # Not dropped here: that answers other votes, and the caller may be in the middle of answering some.
+            self._stuck.add(connection)
 
     def _flush(self, connection: _Connection) -> None:
         if connection not in self._connections:

@@ -679,11 +679,11 @@ def agree_on_plan(
         raise PlanError("the answer to this rank's plan got lost: the others may run it, so this rank can't go on")
     try:
         plan = _common_plan(exchange, graph if isinstance(graph, OwnGraph) else OwnGraph(graph, groups))
-    except Exception as error:
+    except BaseException as error:
         reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the coordinator itself may be what failed
             exchange.abort(reason)
-        if isinstance(error, HandshakeConfigError):
+        if isinstance(error, HandshakeConfigError) or not isinstance(error, Exception):
             raise
         _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
         return None

@@ -2,7 +2,7 @@
 """How one process's handshake is set: by keywords, else by variables, else by defaults."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 if __package__:
@@ -34,16 +34,14 @@ class Settings(NamedTuple):
 
     @classmethod
     def resolve(cls, rank: int | None, coordinator_rank: int, given: Mapping[str, Any]) -> "Settings":
-        """Every setting: as given by keyword, else from its variable, else the default.
+        """Every setting: as given by keyword, else from its variable, else the default. `rank` and the world size may
+        be torch.distributed's.
 
         Raises:
             HandshakeConfigError: one of them can't be used; the text names the keyword or variable.
         """
-        distributed = _rendezvous.torch_distributed()
-        rank = _rank_or_size("current_rank", rank, distributed and distributed.get_rank, "RANK")
-        world_size = _rank_or_size(
-            "world_size", given["world_size"], distributed and distributed.get_world_size, "WORLD_SIZE"
-        )
+        rank = _rank_or_size("current_rank", rank, "RANK")
+        world_size = _rank_or_size("world_size", given["world_size"], "WORLD_SIZE")
         if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
             raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
         coordinator_rank = whole_number(coordinator_rank, "coordinator_rank")
@@ -120,9 +118,7 @@ def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, st
     return os.environ.get(variable) or None, variable
 
 
-def _rank_or_size(name: str, given: Any, ask: Callable[[], int] | None, variable: str) -> int:
-    if given is None and ask is not None:
-        return ask()
+def _rank_or_size(name: str, given: Any, variable: str) -> int:
     value, source = _given_or_variable(given, name, variable)
     if value is None:
         raise HandshakeConfigError(
@@ -148,7 +144,7 @@ def _folder(value: Any, source: str) -> str:
 
 def _positive_seconds(value: Any, source: str) -> float:
     try:
-        seconds = float(value)
+        seconds = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):

@@ -13,9 +13,10 @@ That takes some rounds, each a gathering of all the ranks of the component, answ
     AGREE       whether all gave the same digest
 
 Only a yes in AGREE lets anybody run anything fat. An exchange is called off for all, in one step, as soon as it can't
-complete: spans differ, a rank does not take part, is lost, has gone past, or is blocked in another vote; or once the
-coordinator's timeout has passed since the split, whichever ranks take part and whatever their own timeouts are. The
-ranks run skinny then, as they would without it; waiting for a plan never makes a cycle of waits.
+complete: spans differ, a rank does not take part, says that it can't go on, is lost, or has still to come but has gone
+past or is blocked in another vote; or once the coordinator's timeout has passed since the split, whichever ranks take
+part and whatever their own timeouts are. The ranks run skinny then, as they would without it; waiting for a rank to
+come to a plan never makes a cycle of waits.
 
 *The report.* So that the difference can be explained, one graph is asked for each distinct fingerprint, of one rank. A
 rank that was asked and does not send it keeps others from being asked for `GRAPH_WITHIN_S`. A set of fingerprints is

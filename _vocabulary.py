@@ -427,10 +427,6 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         self._pg_to_count[group] = ProcessGroupCollectiveCount(eager.end, 0)
         self._eager[group] = self._eager.get(group, 0) + eager.num_collectives_in_graph
 
-    def eager_collectives(self, pg: GroupLike) -> int:
-        """How many collectives of `pg` were recorded as issued outside any graph, so far."""
-        return self._eager.get(as_process_group_id(pg), 0) if self._eager else 0
-
     def collective_count(self, pg: GroupLike) -> int:
         """How many collectives `pg` has seen once this graph has run: before + in graph.
 

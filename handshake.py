@@ -125,6 +125,7 @@ class _Session:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._connect_within = Deadline(0.0)
+        self._connect_failure: HandshakeError | None = None
         self.connected: _client.Client | None = None
         self._coordinator: _coordinator.Coordinator | None = None
         self._is_published = False
@@ -164,17 +165,21 @@ class _Session:
 
     def client(self) -> _client.Client:
         """The connection, made when it is first needed."""
+        failure_before = self._connect_failure
         with self._connecting:
             if self.connected is not None:
                 return self.connected
+            if self._connect_failure is not failure_before and self._connect_failure is not None:
+                raise self._connect_failure.with_traceback(None)  # another thread's attempt, while this one waited
             with self._lock:
                 self.must_be_open()
                 self._connect_within = Deadline(self.settings.timeout_s)
             self.publish()
             try:
                 client = _client.connect(self._find, self._facts(), self._connect_within)
-            except HandshakeError:
+            except HandshakeError as error:
                 self.must_be_open()
+                self._connect_failure = error
                 raise
             with self._lock:
                 if not self.closed:
@@ -206,7 +211,7 @@ class _Session:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """(host, port) of the coordinator, on its own rank and on ranks that have been let in; else None."""
+        """(host, port) of the coordinator, on its own rank; else None."""
         return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
 
     def count(self, how: str, waited_s: float) -> None:
@@ -488,7 +493,8 @@ class Ticket:
 
     Attributes:
         exchange: after `result` has returned False for a vote with `partial`, the rounds in which the ranks agree on a
-            plan, if the coordinator opened them; else None.
+            plan, if the coordinator opened them; else None. The other ranks wait in them for this one: go through
+            them, call `Exchange.abort`, or let go of the ticket, which tells the others with this rank's next vote.
     """
 
     def __init__(
@@ -589,6 +595,8 @@ class Ticket:
     def _send_graph(self, client: _client.Client) -> None:
         try:
             text = self._graph_text() if callable(self._graph_text) else (self._graph_text or "")
+            if not isinstance(text, str):
+                raise TypeError(f"it must be text, not {type(text).__name__}")
         except Exception as error:
             logger.warning("handshake: the graph of a split could not be printed", exc_info=True)
             text = f"# the graph could not be printed: {error!r}\n"
@@ -612,6 +620,7 @@ class Exchange:
 
     Attributes:
         rank: this rank.
+        is_undecided: the answer to this rank's `agree` is on its way, or got lost: the others may run the plan.
     """
 
     def __init__(self, client: _client.Client, rounds: _client.Rounds, rank: int, wait_s: float) -> None:
@@ -656,7 +665,7 @@ class Exchange:
 
     def abort(self, reason: str) -> None:
         """This rank can't go on: everybody runs skinny."""
-        self._client.send_to_exchange(self._rounds, _protocol.ABORT, reason.encode()[:1024])
+        self._client.send_to_exchange(self._rounds, _protocol.ABORT, reason.encode("utf-8", "replace")[:1024])
         self._client.end_exchange(self._rounds)
 
     def _round(self, round_number: int, payload: bytes) -> bytes | None:
@@ -731,7 +740,8 @@ def submit_handshake(
         True for fat, False for split.
 
     Raises:
-        As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
+        As `Handshake.submit`. After a HandshakeConfigError nothing was counted (but if it says that this rank has
+        used up the groups of its connection).
     """
     handshake = Handshake()
     request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
@@ -760,6 +770,8 @@ def _count(
     collectives = collectives_by_group(pg_to_num_collectives)
     for group in collectives:
         handshake._must_be_in_the_world(group)
+    if len(collectives) > _protocol.MAX_SPANS and sum(map(bool, collectives.values())) > _protocol.MAX_SPANS:
+        raise _client.too_many_groups(sum(map(bool, collectives.values())))
     # Not under the lock: it may take a while, and another thread may have something to count.
     handshake._client_for_groups([group for group, count in collectives.items() if count])
     with _counts_lock:
@@ -803,13 +815,13 @@ class DispatchGate:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
         ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` by default."""
         self._fingerprint = executable_fingerprint
-        self._pg_to_num_collectives = dict(pg_to_num_collectives)
+        self._pg_to_num_collectives = collectives_by_group(pg_to_num_collectives)
         self._graph_text = graph_module_str
         self.stage = stage_of(stage)
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
-        elif not has_collectives_between_ranks(pg_to_num_collectives):
+        elif not has_collectives_between_ranks(self._pg_to_num_collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
             self._remembered = self._cast()

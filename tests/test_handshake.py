@@ -264,6 +264,37 @@ def test_what_was_opened_by_keyword_serves_the_functions_that_take_none(monkeypa
         assert zero.stats()["handshakes"] == 1
 
 
+def test_threads_that_wait_for_one_attempt_to_connect_fail_with_it(monkeypatch):
+    attempts = []
+    one = handshake.Handshake(1, world_size=2, host="127.0.0.1", port=1)
+
+    def connect(*arguments):
+        attempts.append(arguments)
+        until(lambda: waiting >= 4, "the other threads")
+        raise _vocabulary.HandshakePeerLostError("nobody is there")
+
+    waiting = 0
+    lock = one._session._connecting
+
+    class Counted:
+        def __enter__(self):
+            nonlocal waiting
+            waiting += 1
+            lock.acquire()
+
+        def __exit__(self, *exception):
+            lock.release()
+
+    monkeypatch.setattr(_client, "connect", connect)
+    monkeypatch.setattr(one._session, "_connecting", Counted())
+    errors = together(*[lambda: one.submit(request(1, (PAIR, 0, 1)))] * 4)
+    assert [type(error) for error in errors] == [_vocabulary.HandshakePeerLostError] * 4
+    assert len(attempts) == 1
+    with pytest.raises(_vocabulary.HandshakePeerLostError):
+        one.submit(request(1, (PAIR, 0, 1)))
+    assert len(attempts) == 2, "a later vote tries again"
+
+
 def test_closing_ends_an_attempt_to_connect():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]  # nobody accepts: the attempt would go on for the whole timeout
@@ -407,6 +438,7 @@ CONFIGURATIONS = [
     ({"TIMEOUT_S": "inf"}, {}, variable("TIMEOUT_S")),
     ({}, {"timeout_s": -1}, "timeout_s=-1 is no timeout"),
     ({}, {"timeout_s": "x"}, "timeout_s='x' is no timeout"),
+    ({}, {"timeout_s": True}, "timeout_s=True is no timeout"),
     ({"ON_TIMEOUT": "explode"}, {}, variable("ON_TIMEOUT") + "='explode' must be raise or split"),
     ({}, {"on_timeout": "explode"}, "on_timeout='explode'"),
     ({"STAGE": "SOMETIMES"}, {}, variable("STAGE") + "='SOMETIMES' is no stage"),
@@ -766,12 +798,17 @@ def test_an_exchange_that_nobody_uses_is_forgotten():
     with job(2) as ranks:
         votes = [h.submit_async(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}"), partial=True) for h in ranks]
         assert [(ticket.result(), ticket.exchange is None) for ticket in votes] == [(False, False)] * 2
-        exchanges = [h._session.connected._exchanges for h in ranks]
-        assert [len(known) for known in exchanges] == [1, 1]
+        theirs = votes.pop().exchange
+        assert theirs.reference_rank() == 0
         votes.clear()
         gc.collect()
-        assert [len(known) for known in exchanges] == [0, 0]
-        assert submit_all(ranks, (PAIR, 1, 1)) == [True, True]
+        # Rank 1 waits for rank 0 in the exchange, and rank 0 for rank 1 in its next vote.
+        results = together(
+            lambda: ranks[0].submit(request(0, (PAIR, 1, 1))),
+            lambda: (theirs.share(None), ranks[1].submit(request(1, (PAIR, 1, 1)))),
+        )
+        assert results == [True, (None, True)]
+        assert [len(h._session.connected._exchanges) for h in ranks] == [0, 0]
 
 
 def test_a_plan_is_undecided_while_its_last_answer_is_on_the_way():
@@ -830,10 +867,12 @@ def test_graphs_are_printed_for_reports_only_and_once_a_fingerprint(tmp_path, ca
     assert {thread for _, thread in printed} == {"handshake-graph"}
 
 
-def test_a_graph_that_can_not_be_printed_harms_nobody(tmp_path, caplog):
-    def fail():
-        raise RuntimeError("no text today")
+def fail():
+    raise RuntimeError("no text today")
 
+
+@pytest.mark.parametrize("fail", [fail, lambda: None, lambda: b"bytes"])
+def test_a_graph_that_can_not_be_printed_harms_nobody(tmp_path, caplog, fail):
     with job(2, debug=tmp_path) as ranks:
         calls = [
             lambda h=h: h.submit(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}"), fail) for h in ranks

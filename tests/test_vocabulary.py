@@ -136,7 +136,7 @@ def test_every_kind_of_integer_is_taken_and_becomes_pythons_own(kind) -> None:
     request = Request(counts, "A", kind(2))
     count = counts[group]
     numbers = [
-        *(*group.ranks, group.world_size, request.rank, counts.eager_collectives(group)),
+        *(*group.ranks, group.world_size, request.rank, counts._eager[group]),
         *(count.collective_count_before, count.num_collectives_in_graph),
         *(Count(kind(3), kind(2)).end, _vocabulary.whole_number(kind(5), "n")),
     ]
