@@ -452,6 +452,8 @@ class Program:
         changed = Program.__new__(Program)
         changed.ops = list(self.ops)
         for _ in range(edits):
+            if len(changed.ops) == 3:
+                break  # all but the inputs were taken away
             index = generator.randrange(3, len(changed.ops))
             kind, content, reads = changed.ops[index]
             edit = generator.randrange(4)
