@@ -689,11 +689,14 @@ def test_votes_under_way_are_bounded():
 
 def test_a_rank_that_reads_nothing_is_dropped(monkeypatch):
     monkeypatch.setattr(_coordinator, "MAX_UNSENT_BYTES", 1000)
+    # So that what the kernel keeps is soon full.
+    monkeypatch.setattr(
+        _coordinator, "prepare_socket", lambda sock: sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    )
     with running() as job:
         zero = job.client(0)
         pending = vote(zero, ((0, 1), 0, 1))
         with _declared(job, 1) as peer:
-            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             refused = _protocol.vote(7, 0, A, [(0, 0, 1)])
             peer.send(_protocol.vote(1, 0, B, [(0, 5, 6)]))  # from now on the others are out of order
             with contextlib.suppress(ConnectionError):
