@@ -705,7 +705,13 @@ def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -
         if message is not None:
             return message
         sock.settimeout(max(attempt.remaining(), 0.001))
-        data = sock.recv(READ_BYTES)
+        try:
+            data = sock.recv(READ_BYTES)
+        except TimeoutError:
+            raise TimeoutError(
+                f"something listens there, and has said nothing for {attempt.seconds:.1f} s: another program, or a "
+                f"coordinator that hangs"
+            ) from None
         if not data:
             raise ConnectionResetError("it closed the connection")
         decoder.feed(data)

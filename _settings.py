@@ -33,18 +33,18 @@ class Settings(NamedTuple):
     coordinator: str
 
     @classmethod
-    def resolve(cls, rank: int | None, coordinator_rank: int, given: Mapping[str, Any]) -> "Settings":
-        """Every setting: as given by keyword, else from its variable, else the default. `rank` and the world size may
-        be torch.distributed's.
+    def resolve(
+        cls, rank: int | None, world_size: int | None, coordinator_rank: int, given: Mapping[str, Any]
+    ) -> "Settings":
+        """Every setting: as given by keyword, else from its variable, else the default.
 
         Raises:
             HandshakeConfigError: one of them can't be used; the text names the keyword or variable.
         """
-        rank = _rank_or_size("current_rank", rank, "RANK")
-        world_size = _rank_or_size("world_size", given["world_size"], "WORLD_SIZE")
+        rank = _known("current_rank", rank, "RANK")
+        world_size = _known("world_size", world_size, "WORLD_SIZE")
         if world_size < 1 or world_size > _protocol.MAX_WORLD_SIZE:
             raise HandshakeConfigError(f"world_size must be from 1 to {_protocol.MAX_WORLD_SIZE}, got {world_size}")
-        coordinator_rank = whole_number(coordinator_rank, "coordinator_rank")
         for name, value in (("current_rank", rank), ("coordinator_rank", coordinator_rank)):
             if not 0 <= value < world_size:
                 raise HandshakeConfigError(f"{name} {value} is outside a world of {world_size} ranks")
@@ -76,14 +76,10 @@ class Settings(NamedTuple):
             given["coordinator"] or "process",
         )
 
-    def is_of(self, session: "Settings", given: Mapping[str, Any]) -> bool:
-        """Whether this is the same rank of the same job as `session`'s. Where no host and no port is given, it is that
-        of whatever was opened with one."""
-        return (
-            (self.rank, self.world_size, self.place.coordinator_rank)
-            == (session.rank, session.world_size, session.place.coordinator_rank)
-            and (given["host"] is None or self.place.host == session.place.host)
-            and (given["port"] is None or self.place.port == session.place.port)
+    def has_place(self, given: Mapping[str, Any]) -> bool:
+        """Whether it is at the host and port that are given, if any are."""
+        return (given["host"] is None or _rendezvous.parse_host(given["host"], "host") == self.place.host) and (
+            given["port"] is None or _rendezvous.parse_port(given["port"], "port") == self.place.port
         )
 
     def must_agree_with(self, session: "Settings", given: Mapping[str, Any]) -> None:
@@ -118,13 +114,22 @@ def _given_or_variable(given: Any, keyword: str, variable: str) -> tuple[Any, st
     return os.environ.get(variable) or None, variable
 
 
-def _rank_or_size(name: str, given: Any, variable: str) -> int:
+def rank_or_size(name: str, given: Any, variable: str) -> int | None:
+    """A rank or a world's size: as given, else as the variable says; None: nobody says.
+
+    Raises:
+        HandshakeConfigError: it is no whole number.
+    """
     value, source = _given_or_variable(given, name, variable)
+    return None if value is None else whole_number(value, source, text=True)
+
+
+def _known(name: str, value: int | None, variable: str) -> int:
     if value is None:
         raise HandshakeConfigError(
             f"{name} is not known: initialise torch.distributed, set {variable}, or pass Handshake({name}=…)"
         )
-    return whole_number(value, source, text=True)
+    return value
 
 
 def _text(value: Any, source: str) -> str:

@@ -305,7 +305,8 @@ def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[Proce
     """
     collectives: dict[ProcessGroupId, int] = {}
     for group, number in _items_by_group(pg_to_num_collectives):
-        number = whole_number(number, "num_collectives")
+        if type(number) is not int:
+            number = whole_number(number, f"num_collectives on {format_ranks(group)}")
         if number < 0:
             raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
         collectives[group] = collectives.get(group, 0) + number
@@ -422,10 +423,12 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
             HandshakeConfigError: `num_collectives` is no non-negative integer, or `pg` is no group.
         """
         group = as_process_group_id(pg)
+        number = whole_number(num_collectives, "num_collectives")
+        if number < 0:
+            raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
         known = self._pg_to_count.get(group)
-        eager = ProcessGroupCollectiveCount(0 if known is None else known.end, num_collectives)
-        self._pg_to_count[group] = ProcessGroupCollectiveCount(eager.end, 0)
-        self._eager[group] = self._eager.get(group, 0) + eager.num_collectives_in_graph
+        self._pg_to_count[group] = ProcessGroupCollectiveCount((0 if known is None else known.end) + number, 0)
+        self._eager[group] = self._eager.get(group, 0) + number
 
     def collective_count(self, pg: GroupLike) -> int:
         """How many collectives `pg` has seen once this graph has run: before + in graph.
@@ -590,7 +593,7 @@ class CollectiveHandshakeRequest:
         return sorted(meets)
 
     def to_bytes(self) -> bytes:
-        """The request as JSON in UTF-8, whole and self-contained (on the wire it is 32 + 16 bytes a group)."""
+        """The request as JSON in UTF-8, whole and self-contained (on the wire it is 28 + 16 bytes a group)."""
         return json.dumps(
             {
                 "rank": self.rank,

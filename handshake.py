@@ -25,7 +25,7 @@ from typing import Any
 if __package__:
     from . import _client, _coordinator, _protocol, _rendezvous
     from ._client import Deadline, Endpoint, PendingVote
-    from ._settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, stage_of
+    from ._settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, rank_or_size, stage_of
     from ._vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
@@ -44,6 +44,7 @@ if __package__:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        whole_number,
     )
 else:
     import _client
@@ -51,7 +52,7 @@ else:
     import _protocol
     import _rendezvous
     from _client import Deadline, Endpoint, PendingVote
-    from _settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, stage_of
+    from _settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, rank_or_size, stage_of
     from _vocabulary import (
         STAGE_VARIABLE,
         CollectiveHandshakeRequest,
@@ -70,6 +71,7 @@ else:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        whole_number,
     )
 
 __all__ = [
@@ -116,6 +118,8 @@ class _Session:
         self.settings = settings
         self.rank = settings.rank
         self.closed = False
+        self.forked = False  # whether this is a copy of another process's
+        self.bytes_sent = 0  # by a connection that was closed
         self.endpoint: Endpoint | None = None
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
@@ -199,6 +203,8 @@ class _Session:
 
     def must_be_open(self) -> None:
         """Raises HandshakeError if it was closed."""
+        if self.forked:
+            raise HandshakeError(_forked(self.rank))
         if self.closed:
             raise HandshakeError(f"rank {self.rank}: the handshake was closed; make a new Handshake()")
 
@@ -239,13 +245,14 @@ class _Session:
             client, self.connected = self.connected, None
             coordinator, self._coordinator = self._coordinator, None
         if client is not None:
+            self.bytes_sent = client.bytes_sent
             client.close(f"rank {self.settings.rank} closed its handshake")
         if coordinator is not None:
             coordinator.close()
 
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
-        self.closed = True
+        self.closed = self.forked = True
         client, self.connected = self.connected, None
         if client is not None:
             client.abandon()
@@ -258,22 +265,60 @@ _sessions: dict[tuple[Any, ...], _Session] = {}
 _sessions_lock = threading.Lock()
 
 
+# The ranks whose handshakes were open in the process that this one was forked from.
+_forked_from: set[int | None] = set()
+
+
+def _forked(rank: int | None) -> str:
+    return (
+        f"this process is a fork of rank {rank}'s, which votes for that rank: don't run graphs with collectives in "
+        f"forked children, or make them ranks of their own"
+    )
+
+
 def _session_for(
-    key: tuple[Any, ...], rank: int | None, coordinator_rank: int, given: Mapping[str, Any]
+    key: tuple[Any, ...],
+    rank: int | None,
+    world_size: int | None,
+    coordinator_rank: int | None,
+    given: Mapping[str, Any],
 ) -> _Session:
-    """The session for these arguments of a Handshake, opened if there is none."""
+    """The session for these arguments of a Handshake: the open one that they fit, else a new one. What is None, and no
+    variable says, fits all."""
+    rank = rank_or_size("current_rank", rank, "RANK")
+    world_size = rank_or_size("world_size", world_size, "WORLD_SIZE")
+    coordinator_rank = None if coordinator_rank is None else whole_number(coordinator_rank, "coordinator_rank")
     with _sessions_lock:
         for closed in [known for known, session in _sessions.items() if session.closed]:
             del _sessions[closed]
         if key not in _sessions:
-            settings = Settings.resolve(rank, coordinator_rank, given)
-            for session in reversed(_sessions.values()):
-                if settings.is_of(session.settings, given):
-                    settings.must_agree_with(session.settings, given)
-                    session.publish()
-                    break
+            fitting = [
+                session
+                for session in dict.fromkeys(_sessions.values())
+                if rank in (None, session.rank)
+                and world_size in (None, session.settings.world_size)
+                and coordinator_rank in (None, session.settings.place.coordinator_rank)
+                and session.settings.has_place(given)
+            ]
+            if len(fitting) > 1:
+                ranks = format_ranks(session.rank for session in fitting)
+                raise HandshakeConfigError(
+                    f"{len(fitting)} handshakes that are open in this process could be meant, of {ranks}: say which by "
+                    f"current_rank, host and port"
+                )
+            if fitting:
+                session = fitting[0]
+                settings = session.settings
+                asked = Settings.resolve(settings.rank, settings.world_size, settings.place.coordinator_rank, given)
+                asked.must_agree_with(settings, given)
+                session.publish()
             else:
-                session = _Session(settings)
+                if rank in _forked_from:
+                    raise HandshakeError(_forked(rank))
+                session = _Session(Settings.resolve(rank, world_size, coordinator_rank or 0, given))
+                if given["stage"] is not None:
+                    global _stage_session
+                    _stage_session = session
             _sessions[key] = session
         return _sessions[key]
 
@@ -290,7 +335,7 @@ class Handshake:
     def __init__(
         self,
         current_rank: int | None = None,
-        coordinator_rank: int = 0,
+        coordinator_rank: int | None = None,
         *,
         world_size: int | None = None,
         host: str | None = None,
@@ -305,14 +350,15 @@ class Handshake:
         """
         Args:
             current_rank: this process's rank; by default torch.distributed's, else ``RANK``.
-            coordinator_rank: the rank that runs the coordinator.
+            coordinator_rank: the rank that runs the coordinator; by default 0.
             world_size: by default torch.distributed's, else ``WORLD_SIZE``.
             host: where the coordinator is reached without a store (``MASTER_ADDR``; localhost).
             port: the coordinator's; 0 on its rank: the kernel picks one (see `address`).
             timeout_s: how long a vote may wait, in seconds (``TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S``; 60).
             on_timeout: "raise" or "split" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT``).
             secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
-            stage: compared between ranks (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
+            stage: for `should_handshake` and `DispatchGate`, and compared between ranks
+                (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
             debug: a folder for reports on splits (``TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG``).
             coordinator: "process" (the default), or "thread" to run it in this process.
 
@@ -332,10 +378,10 @@ class Handshake:
         try:
             session = _sessions.get(key)
         except TypeError as error:
-            raise HandshakeTypeError(f"an argument of Handshake is of a type that it can't be: {error}") from None
+            wrong = [value for value in key if value.__hash__ is None]
+            raise HandshakeTypeError(f"an argument of Handshake can't be {wrong!r}: {error}") from None
         if session is None or session.closed:
             given = {
-                "world_size": world_size,
                 "host": host,
                 "port": port,
                 "timeout_s": timeout_s,
@@ -345,7 +391,7 @@ class Handshake:
                 "debug": debug,
                 "coordinator": coordinator,
             }
-            session = _session_for(key, current_rank, coordinator_rank, given)
+            session = _session_for(key, current_rank, world_size, coordinator_rank, given)
         self._session = session
 
     @property
@@ -455,8 +501,8 @@ class Handshake:
             )
 
     def stats(self) -> dict[str, float]:
-        """What this process has seen since it connected: handshakes and how they ended, `waited_s` and
-        `longest_wait_s` in seconds, `bytes_sent`."""
+        """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
+        `waited_s` and `longest_wait_s` in seconds, `bytes_sent`."""
         session = self._session
         client = session.connected
         return {
@@ -464,7 +510,7 @@ class Handshake:
             **session.counters,
             "waited_s": session.waited_s,
             "longest_wait_s": session.longest_wait_s,
-            "bytes_sent": client.bytes_sent if client is not None else 0,
+            "bytes_sent": client.bytes_sent if client is not None else session.bytes_sent,
         }
 
     def close(self) -> None:
@@ -547,16 +593,21 @@ class Ticket:
         if pending.facts.get("span"):
             fields["span"] = tuple(pending.facts["span"])
         if pending.outcome == _protocol.TIMEOUT:
-            about = format_ranks(fields["ranks"]) if "ranks" in fields else "the missing ranks"
+            missing = fields.get("ranks", ())
+            if settings.rank in missing:
+                what_to_do = "This rank is slower than that, or runs other graphs"
+            else:
+                what_to_do = f"Look at the log of {format_ranks(missing)}: hung, slower, or running other graphs"
             message = (
-                f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). Look at the log of {about}: hung, slower "
-                f"than that, or running other graphs. A longer wait: {TIMEOUT_VARIABLE}; to go on split instead: "
-                f"{ON_TIMEOUT_VARIABLE}=split"
+                f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). {what_to_do}. A longer wait: "
+                f"{TIMEOUT_VARIABLE}"
             )
-            if not settings.split_on_timeout:
-                return HandshakeTimeoutError(message, **fields)
-            logger.warning("handshake: %s. It goes on split", message)
-            return False
+            if settings.split_on_timeout:
+                logger.warning("handshake: %s. It goes on split", message)
+                return False
+            return HandshakeTimeoutError(
+                f"{message}; to go on split instead: {ON_TIMEOUT_VARIABLE}=split", **fields
+            )
         if pending.outcome == _protocol.PEER_LOST:
             return HandshakePeerLostError(f"rank {settings.rank} can't go on: {reason}", **fields)
         if pending.outcome == _protocol.VOTE_REFUSED:
@@ -712,8 +763,15 @@ def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> b
 _stage_seen: tuple[str | None, HandshakeStage] = (None, HandshakeStage.OFF)
 
 
+# The open session that was given a stage by keyword, which goes before the variable.
+_stage_session: _Session | None = None
+
+
 def _stage_now() -> HandshakeStage:
     global _stage_seen
+    session = _stage_session
+    if session is not None and not session.closed:
+        return session.settings.stage
     text = os.environ.get(STAGE_VARIABLE)
     seen = _stage_seen
     if seen[0] != text:
@@ -813,11 +871,11 @@ class DispatchGate:
         stage: HandshakeStage | str | None = None,
     ) -> None:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
-        ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` by default."""
+        that of the open handshake by default, as `should_handshake` takes it."""
         self._fingerprint = executable_fingerprint
         self._pg_to_num_collectives = collectives_by_group(pg_to_num_collectives)
         self._graph_text = graph_module_str
-        self.stage = stage_of(stage)
+        self.stage = _stage_now() if stage is None else stage_of(stage)
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
@@ -849,6 +907,7 @@ def _forget_all_after_fork() -> None:
     _counts_lock = threading.Lock()
     for session in list(_sessions.values()):
         session.abandon()
+        _forked_from.add(session.rank)
     _sessions.clear()
 
 

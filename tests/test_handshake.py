@@ -252,16 +252,26 @@ def test_other_arguments_mean_the_same_handshake_or_are_refused(rank_0, monkeypa
             handshake.Handshake(0, **{keyword: other})
 
 
-def test_what_was_opened_by_keyword_serves_the_functions_that_take_none(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with job(2) as (zero, one):
-        results = together(
-            lambda: handshake.submit_handshake("same", {Group(PAIR): 1}),
-            lambda: one.submit(request(1, (PAIR, 0, 1))),
-        )
+@pytest.mark.parametrize("coordinator_rank", [0, 1])
+def test_what_was_opened_by_keyword_serves_the_functions_that_take_none(monkeypatch, coordinator_rank):
+    with job(2, coordinator_rank, stage="DISPATCH_STAGE") as (zero, one):
+        monkeypatch.setenv("RANK", "0")  # both ranks are in this process
+        assert handshake.Handshake().stats() == zero.stats()
+        assert handshake.should_handshake({Group(PAIR): 1})
+        gate = handshake.DispatchGate("same", {Group(PAIR): 1})
+        results = together(gate.vote, lambda: one.submit(request(1, (PAIR, 0, 1))))
         assert results == [True, True]
         assert zero.stats()["handshakes"] == 1
+    assert not handshake.should_handshake({Group(PAIR): 1}), "the stage was the handshake's that is closed now"
+
+
+def test_one_that_is_open_needs_no_rank_and_of_several_one_must_be_named():
+    with job(2, ranks=[0]) as (zero,):
+        assert handshake.Handshake(world_size=2).address == zero.address
+        with handshake.Handshake(1, world_size=2, host="127.0.0.1", port=zero.address[1]):
+            with pytest.raises(_vocabulary.HandshakeConfigError, match=r"2 handshakes .* could be meant, of ranks 0-1"):
+                handshake.Handshake()
+            assert handshake.Handshake(0).address == zero.address
 
 
 def test_threads_that_wait_for_one_attempt_to_connect_fail_with_it(monkeypatch):
@@ -348,8 +358,9 @@ def test_timeout_raises_with_the_facts():
             assert variable("TIMEOUT_S") in text and variable("ON_TIMEOUT") in text
             assert (error.ranks, error.group, error.span) == ((1,), (0, 1, 2), (4, 6))
             assert 0 < error.seconds < PATIENCE_S
-        with pytest.raises(_vocabulary.HandshakeTimeoutError, match=r"rank 1 \(.*\) is late at \[4, 6\) on ranks 0-2"):
+        with pytest.raises(_vocabulary.HandshakeTimeoutError, match=r"rank 1 \(.*\) is late at \[4, 6\) on") as error:
             one.submit(request(1, ((0, 1, 2), 4, 2)))
+        assert "This rank is slower" in str(error.value) and "the log of" not in str(error.value)
         assert submit_all([zero, one, two], ((0, 1, 2), 6, 1)) == [True] * 3
 
 
@@ -359,7 +370,9 @@ def test_timeout_splits_on_request(caplog):
         assert one.submit(request(1, ((0, 1, 2), 0, 2))) is False
         assert submit_all([zero, one, two], ((0, 1, 2), 2, 1)) == [True] * 3
         assert zero.stats()["timeout"] == 1
-    assert any("waiting for rank 1" in record.getMessage() for record in caplog.records)
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("waiting for rank 1" in text for text in texts)
+    assert not any(variable("ON_TIMEOUT") in text for text in texts), "that is set already"
 
 
 def test_a_lost_rank_has_fields_of_its_own():
@@ -429,7 +442,7 @@ CONFIGURATIONS = [
     ({}, {"port": 70000}, "port=70000 is no port"),
     ({}, {"port": "x"}, "port='x' is no port"),
     ({}, {"port": 3.7}, "port=3.7 is no port"),
-    ({}, {"port": [1]}, "an argument of Handshake is of a type that it can't be"),
+    ({}, {"port": [1]}, "an argument of Handshake can't be [[1]]: unhashable type"),
     ({}, {"current_rank": 0.5}, "current_rank=0.5 is no whole number"),
     ({"TIMEOUT_S": "soon"}, {}, variable("TIMEOUT_S") + "='soon' is no timeout"),
     ({"TIMEOUT_S": "-3"}, {}, "positive number of seconds"),
@@ -695,6 +708,13 @@ def test_dispatch_gate_at_compile_time(rank_0, monkeypatch):
     assert handshake.Handshake().stats()["handshakes"] == 2
 
 
+@pytest.mark.parametrize("stage", ["OFF", "COMPILE_STAGE", "DISPATCH_STAGE"])
+@pytest.mark.parametrize("wrong", [None, 5, [], {1: 1}, {Group(PAIR): -1}, {Group(PAIR): float("nan")}])
+def test_what_a_gate_is_made_of_is_checked_in_every_stage(stage, wrong):
+    with pytest.raises((_vocabulary.HandshakeTypeError, _vocabulary.HandshakeConfigError)):
+        handshake.DispatchGate("same", wrong, stage=stage)
+
+
 def test_dispatch_gate_off_or_with_nothing_to_agree_on_starts_nothing(monkeypatch):
     monkeypatch.setattr(_client, "connect", lambda *arguments: pytest.fail("a connection"))
     assert handshake.DispatchGate("same", {Group(PAIR): 1}).vote() is False
@@ -903,6 +923,9 @@ def test_a_forked_child_does_not_disturb_its_parent(coordinator):
                     ranks[1].submit(request(1, (PAIR, 1, 1)))
                 except _vocabulary.HandshakeError as error:
                     os.write(say, str(error).encode())
+                with contextlib.suppress(_vocabulary.HandshakeError):
+                    handshake.Handshake(0, world_size=2)
+                    os.write(say, b"; it opened one more")
                 for h in ranks:
                     h.close()
                 handshake._close_all()
@@ -916,7 +939,8 @@ def test_a_forked_child_does_not_disturb_its_parent(coordinator):
             text = b""
             while not text.endswith(b"\n"):
                 text += os.read(said, 1000) or pytest.fail("the child ended early")
-            assert text.decode() == "rank 1: the handshake was closed; make a new Handshake(); closed\n"
+            assert text.startswith(b"this process is a fork of rank 1's, which votes for that rank: ")
+            assert text.endswith(b"or make them ranks of their own; closed\n")
             for turn in range(1, 20):
                 assert submit_all(ranks, (PAIR, turn, 1)) == [True, True]
             # What the parent closes is closed for everybody, though the child is still there.

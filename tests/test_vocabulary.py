@@ -157,7 +157,7 @@ def test_what_is_no_integer_is_refused_wherever_one_is_wanted(value) -> None:
         (lambda: Group([value, 2]), "ranks"),
         (lambda: Count(value, 1), "collective_count_before="),
         (lambda: Count(1, value), "num_collectives_in_graph="),
-        (lambda: counts.increment_pg_collective_counts({WORLD: value}), "num_collectives="),
+        (lambda: counts.increment_pg_collective_counts({WORLD: value}), "num_collectives on ranks 0-3="),
         (lambda: counts.record_eager_collectives(WORLD, value), "num_collectives"),
         (lambda: Request(counts, "A", value), "rank="),
         *([] if value is None else [(lambda: Group([0], value), "world_size=")]),
