@@ -23,6 +23,7 @@ A port is never looked for, closed and bound again later: the listening socket t
 import errno
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -54,6 +55,8 @@ else:
         shorten,
         whole_number,
     )
+
+logger = logging.getLogger("torch_tpu.handshake")
 
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 ADDRESS_VARIABLE = "MASTER_ADDR"
@@ -177,6 +180,12 @@ def select_handshake_port(place: Place) -> tuple[socket.socket, Endpoint]:
     listener = _listen(loopback_address(place.host) if only_here else "", port, place.port_source)
     address, bound = listener.getsockname()[:2]
     if store is None:
+        if not _resolve(place.host):
+            logger.warning(
+                "handshake: %s, by which the ranks are to reach this one, leads nowhere on this host: check %s",
+                place.host,
+                ADDRESS_VARIABLE,
+            )
         return listener, Endpoint((place.host,), bound, place.secret or "", _session_from_environment())
     hosts = [address] if only_here else _ways_here(master)
     endpoint = Endpoint(

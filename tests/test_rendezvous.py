@@ -316,6 +316,13 @@ def test_a_coordinator_from_before_there_was_a_store_is_found_in_it(in_job, no_j
             assert submit_all([zero, one], ((0, 1), 0, 1)) == [True, True]
 
 
+def test_a_name_that_leads_nowhere_is_said_where_the_coordinator_starts(names, no_job, caplog):
+    names["nowhere"] = []
+    listener, _ = _rendezvous.select_handshake_port(place("nowhere", uses_store=False))
+    listener.close()
+    assert ["nowhere, by which the ranks" in record.getMessage() for record in caplog.records] == [True]
+
+
 # ---------------------------------------------------------------------- stores that fail
 
 
