@@ -27,7 +27,9 @@ from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompil
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.output_code import OutputCode
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options
 
@@ -63,6 +65,10 @@ def make_backend(
         HandshakeConfigError: `inner` or the stage is none of these.
 
     With ``torch._functorch.config.bundled_autograd_cache`` set, graphs come from torch's own compile cache.
+
+    Inductor draws random numbers by a generator of its own, seeded by torch's: they aren't those of an eager run, and
+    one cut of a graph may draw others than another. With ``torch._inductor.config.fallback_random`` set, they are
+    those of an eager run however the graph is cut.
     """
     if inner not in _INNER:
         raise HandshakeConfigError(f"inner={inner!r} is no compiler; use one of {', '.join(_INNER)}")
@@ -262,14 +268,25 @@ class Inductor(Inner):
     decompositions = staticmethod(select_decomp_table)
 
     def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
-        with unset_fake_temporarily():
-            changed = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-        examples = [node.meta["val"] for node in changed.graph.find_nodes(op="placeholder")]
-        # Other segments, and the backward graph, were traced with these strides.
-        output = changed.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        with tracing(TracingContext(fake_mode)):
+        with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+            changed = _copy_for_inductor(graph_module)
+            examples = [node.meta["val"] for node in changed.graph.find_nodes(op="placeholder")]
+            # Other segments, and the backward graph, were traced with these strides.
+            output = changed.graph.output_node()
+            output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
             return compile_fx_inner(changed, examples)
+
+
+def _copy_for_inductor(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy, of nested bodies too, without the random ops, which `compile_fx_inner` can't compile. Inductor replaces
+    them in a pass of its own backend, between AOTAutograd's trace and this."""
+    with unset_fake_temporarily():
+        copied = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for name, body in copied.named_children():
+        if isinstance(body, torch.fx.GraphModule):
+            setattr(copied, name, _copy_for_inductor(body))
+    replace_random_passes(copied)
+    return copied
 
 
 _INNER = {inner.name: inner for inner in (Inner(), Inductor())}

@@ -5,7 +5,9 @@ import importlib
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from layout import PACKAGE, PROJECT, child_environment, load
@@ -96,6 +98,67 @@ def test_backend_takes_a_stage_as_the_handshake_does(monkeypatch: pytest.MonkeyP
         with pytest.raises(handshake.HandshakeConfigError) as error:
             make_backend(**wrong)
         assert complaint in str(error.value)
+
+
+@pytest.fixture
+def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The example's backend, and process groups of rank 0 alone and of ranks 0-1, in which nothing is communicated."""
+    pytest.importorskip("torch")
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.syspath_prepend(str(PROJECT / "examples"))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield importlib.import_module("handshake_backend")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_fat", [True, False])
+@pytest.mark.parametrize("as_eager", [True, False])
+def test_inductor_compiles_random_ops(backend_module: Any, is_fat: bool, as_eager: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    functional = torch.ops._c10d_functional
+    group_name = dist.new_group([0]).group_name if is_fat else dist.group.WORLD.group_name
+
+    class Reduced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return functional.wait_tensor(functional.all_reduce(x, "sum", group_name))
+
+        backward = forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = Reduced.apply(torch.nn.functional.dropout(x, 0.5))
+        return Reduced.apply(torch.cond(x.sum() > 0, torch.rand_like, torch.randn_like, (x.detach(),)) * x)
+
+    class Inductor(backend_module.Inductor):
+        def compile(self, graph_module: Any, fake_mode: Any) -> Any:
+            before = graph_text(graph_module)
+            compiled = super().compile(graph_module, fake_mode)
+            assert graph_text(graph_module) == before, "the graph that is voted on is left as it was"
+            return compiled
+
+    def run(function: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(64, requires_grad=True)
+        torch.manual_seed(0)
+        value = function(x)
+        value.sum().backward()
+        assert x.grad is not None
+        return value.detach(), x.grad
+
+    graph_text = load("_graph").graph_text
+    torch._dynamo.reset()
+    backend = backend_module.Backend(Inductor(), load("handshake").HandshakeStage.OFF, False, "exact")
+    with torch._inductor.config.patch(fallback_random=as_eager):
+        value, gradient = run(torch.compile(function, backend=backend))
+    assert backend.report()["segments"] == ([1, 1] if is_fat else [4, 4])
+    # Of a linear function of x, where x is 1. Half of the values are dropped.
+    assert torch.equal(value, gradient) and 16 < value.count_nonzero() < 48
+    if as_eager:
+        for ours, eager in zip((value, gradient), run(function), strict=True):
+            torch.testing.assert_close(ours, eager)
 
 
 def test_an_example_that_torchrun_did_not_start_says_so(tmp_path: Path) -> None:
