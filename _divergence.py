@@ -264,9 +264,10 @@ _ADVICE = {
         "`__init__` with `register_buffer`, or pass it in as an input."
     ),
     "graph break": (
-        "One graph ends or begins where the other goes on: probably a graph break, or a function compiled separately, "
-        "on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest; "
-        "`torch.compile(fullgraph=True)` turns a break into an error at its place."
+        "One graph ends or begins where the other goes on{at}: probably a graph break, or a function compiled "
+        "separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest; "
+        "`torch.compile(fullgraph=True)` turns a break into an error at its place. If no rank breaks there, the rest "
+        "is under a condition that depends on the rank: do it on all ranks."
     ),
     "collectives": (
         "Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another for ever. "
@@ -352,6 +353,8 @@ def _advice(report: "Report") -> list[str]:
         for topic in _topics(difference):
             if topic not in found:
                 found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers, them=them)
+    if "graph break" in found:
+        found.pop("inputs", None)  # what the rest takes
     same = [number for number, comparison in report.comparisons.items() if not comparison.differences]
     if same:
         odd = format_ranks(rank for number in same for rank in report.variants[number].ranks)
@@ -371,9 +374,10 @@ def _topics(difference: Difference) -> Iterator[str]:
     elif kind in _ADVICE:
         yield kind
     else:  # operations, and collectives among them
+        has_collective = any(node.is_collective for node in (difference.node, *difference.nodes))
         if difference.at_end and difference.size > 1:
             yield "graph break"
-        if kind == "number of collectives" or any(node.is_collective for node in (difference.node, *difference.nodes)):
+        elif kind == "number of collectives" or has_collective:
             yield "collectives"
         if kind != "number of collectives":
             yield "operations"

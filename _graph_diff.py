@@ -9,6 +9,9 @@ this leaves, by operation alone; then, in gaps of as many nodes on both sides, w
 two producers are matched. Nodes left over are missing or added; those that stand next to one another or depend on one
 another are one difference. Nodes left over on both sides that are the same have moved.
 
+**Graph breaks.** Where the operations of the shorter graph are those that the longer one begins or ends with, they are
+matched one to one, and the rest is one difference: an alignment would be free to match the end with the end.
+
 **Consequences.** A shape, dtype or stride that differs because an input's does is not reported again, only counted with
 the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
 """
@@ -49,7 +52,8 @@ class Difference:
     Attributes:
         kind: constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
             collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node),
-            nested body, tensor constant, text (only the way it is written), graph (nothing in common).
+            nested body, tensor constant, text (only the way it is written), graph break (one graph is the beginning or
+            the end of the other), graph (nothing in common).
         body: the nested body it is in, as a path; empty for the graph itself.
         position: of the node in the reference (of an added node: of the one it comes before).
         node: the reference's node; of an added one the variant's.
@@ -223,6 +227,77 @@ def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> It
         i, j = next_i + 1, next_j + 1
 
 
+class _Part(NamedTuple):
+    """A graph whose operations are those that another begins or ends with, as after a graph break.
+
+    Attributes:
+        to_shorter: position in the shorter graph of the nodes of the longer one that are in both.
+        rest: positions of the operations that only the longer one has.
+        edge: (position in the longer, in the shorter) of the operation next to the rest.
+        is_start: whether the shorter one is the beginning.
+    """
+
+    longer: Body
+    shorter: Body
+    to_shorter: dict[int, int]
+    rest: list[int]
+    edge: tuple[int, int]
+    is_start: bool
+
+    def pairs(self, is_reference: bool) -> list[tuple[int, int]]:
+        """As an alignment gives them. Inputs in another order are left out."""
+        ascending: list[tuple[int, int]] = []
+        for i, j in sorted(self.to_shorter.items()):
+            if not ascending or j > ascending[-1][1]:
+                ascending.append((i, j))
+        return ascending if is_reference else [(j, i) for i, j in ascending]
+
+
+def _part(longer: Body, shorter: Body) -> _Part | None:
+    """How `shorter` is a part of `longer`. Constants and the forms of results may differ, and are compared later."""
+    calls, own_calls = (
+        [k for k, node in enumerate(body.nodes) if node.op not in ("placeholder", "output")]
+        for body in (longer, shorter)
+    )
+    count, left = len(own_calls), len(calls) - len(own_calls)
+    is_whole = all(body.nodes[-1].op == "output" for body in (longer, shorter))  # not the text of one that was cut off
+    if count < 1 or left < 1 or not is_whole:
+        return None
+    for is_start in (True, False):
+        if not is_start and left < 2:  # a node more at the start is no other graph
+            break
+        inside = calls[:count] if is_start else calls[left:]
+        to_shorter = _match_part(longer, shorter, dict(zip(inside, own_calls, strict=True)))
+        if to_shorter is not None:
+            rest = calls[count:] if is_start else calls[:left]
+            edge = (inside[-1], own_calls[-1]) if is_start else (inside[0], own_calls[0])
+            return _Part(longer, shorter, to_shorter, rest, edge, is_start)
+    return None
+
+
+def _match_part(longer: Body, shorter: Body, calls: dict[int, int]) -> dict[int, int] | None:
+    """`calls` and the inputs that they read, if they do the same; what they read from outside must be input."""
+    outside: dict[int, int] = {}
+    for i, j in calls.items():
+        x, y = longer.nodes[i], shorter.nodes[j]
+        if x.op != y.op or (x.op == "call" and x.target != y.target) or len(x.arguments) != len(y.arguments):
+            return None
+        for left, right in zip(x.arguments, y.arguments, strict=True):
+            if left.path != right.path or (left.producer is None) != (right.producer is None):
+                return None
+            if left.producer is None or right.producer is None:
+                continue
+            if left.producer in calls:
+                if calls[left.producer] != right.producer:
+                    return None
+            elif outside.setdefault(left.producer, right.producer) != right.producer:
+                return None
+    if any(shorter.nodes[j].op != "placeholder" for j in outside.values()) or len(set(outside.values())) < len(outside):
+        return None
+    inputs = {i: j for i, j in outside.items() if longer.nodes[i].op == "placeholder"}
+    return {**inputs, **calls, len(longer.nodes) - 1: len(shorter.nodes) - 1}
+
+
 def facts_of_program(facts: Mapping[str, str]) -> dict[str, str]:
     """The facts about a graph that are the same on all ranks that run the same program."""
     return {
@@ -277,12 +352,13 @@ class _Comparer:
 
     def _compare(self, a: Body, b: Body, path: str) -> None:
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
-        pairs = _align_bodies(a_keys, b_keys)
+        part = None if path else _part(a, b) or _part(b, a)
+        pairs = _align_bodies(a_keys, b_keys) if part is None else part.pairs(is_reference=part.longer is a)
         to_other = dict(pairs)
         to_reference = {j: i for i, j in pairs}
         a_left = [i for i in range(len(a.nodes)) if i not in to_other]
         b_left = [j for j in range(len(b.nodes)) if j not in to_reference]
-        moved = dict(_moved(a_keys.strict, a_left, b_keys.strict, b_left))
+        moved = {} if part is not None else dict(_moved(a_keys.strict, a_left, b_keys.strict, b_left))
         to_other.update(moved)
         to_reference.update((j, i) for i, j in moved.items())
         comparison = BodyComparison(path, a, b, pairs, moved, to_other, to_reference, set())
@@ -293,10 +369,13 @@ class _Comparer:
             same = (i for i, j in to_other.items() if a.nodes[i].target == b.nodes[j].target)
             self.common_part = sum(a.nodes[i].op == "call" for i in same) / calls if calls else 1.0
         first = len(self.differences)
-        self._compare_order(comparison)
-        self._compare_left_over(comparison)
+        if part is not None:
+            self._add_break(comparison, part)
+        else:
+            self._compare_order(comparison)
+            self._compare_left_over(comparison)
         self._compare_nodes(comparison)
-        if not path:
+        if not path and part is None:
             self._compare_mutations(comparison)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
 
@@ -305,6 +384,19 @@ class _Comparer:
             self.differences.append(difference)
         else:
             self.dropped += 1
+
+    def _add_break(self, comparison: BodyComparison, part: "_Part") -> None:
+        is_reference = part.longer is comparison.reference
+        rest = [part.longer.nodes[k] for k in part.rest]
+        first = next((node.user_source for node in rest if node.user_source is not None), None)
+        size = f"{_describe_size(rest)}{f', from {first.place}: {first.code}' if first is not None else ''}"
+        sides = [f"goes on with {size}", "ends here"] if part.is_start else [f"has {size}, before it", "begins here"]
+        position = part.edge[0 if is_reference else 1]
+        node = part.shorter.nodes[part.edge[1]]._replace(name=comparison.reference.nodes[position].name)
+        what = "where one graph ends" if part.is_start else "where one graph begins"
+        sides = sides if is_reference else sides[::-1]
+        self._add(Difference("graph break", "", position, node, what, sides, rest))
+        comparison.changed.update(part.rest if is_reference else ())
 
     def _compare_order(self, comparison: BodyComparison) -> None:
         a, b, moved = comparison.reference, comparison.other, comparison.moved
@@ -704,11 +796,15 @@ def _run_kind(nodes: list[Node], kind: str) -> str:
 def _describe_run(nodes: list[Node]) -> str:
     if len(nodes) == 1:
         return f"`{nodes[0].line}`"
-    collectives = sum(node.is_collective for node in nodes)
     targets = [short_target(node.target) for node in nodes]
     shown = ", ".join(targets[:5]) + (" …" if len(targets) > 5 else "")
-    count = f"{len(nodes)} nodes" + (f", {number_of(collectives, 'collective')} among them" if collectives else "")
-    return f"{count}: {shown}"
+    return f"{_describe_size(nodes)}: {shown}"
+
+
+def _describe_size(nodes: list[Node]) -> str:
+    collectives = sum(node.is_collective for node in nodes)
+    among = f", {number_of(collectives, 'collective')} among them" if collectives else ""
+    return f"{number_of(len(nodes), 'node')}{among}"
 
 
 def _only(nodes: list[Node]) -> str:

@@ -82,6 +82,7 @@ class Case(NamedTuple):
     inputs: object = lambda rank: [torch.ones(8, 4)]
     stage: str = "aot"
     places: int = 1  # differences that are reported
+    absent: tuple = ()  # what would lead astray
 
 
 def case_constant(rank):
@@ -191,6 +192,22 @@ def case_graph_break(rank):
     return function
 
 
+def case_layers_with_a_break(rank):
+    """What comes last on rank 3 is also what comes last on the others, so an alignment may match it there."""
+
+    def function(x, first, second):
+        x = reduce(x @ first)
+        if rank == 3:
+            torch._dynamo.graph_break()
+        return reduce(x @ second)
+
+    return function
+
+
+# Advice that would hang the job, or lead to nothing, where a graph breaks.
+BREAK_IS_NO = ("same collectives", "on all members", "take different inputs")
+
+
 def case_input(rank):
     def function(x, bias):
         x = x.sin()
@@ -292,8 +309,18 @@ CASES = {
     ),
     "graph break": Case(
         case_graph_break,
-        "number of collectives",
-        ["rank 3: not there", "graph break", "TORCH_LOGS=graph_breaks", "return reduce(x.cos()).exp()"],
+        "graph break",
+        ["rank 3: ends here", "4 nodes, 1 collective among them", "TORCH_LOGS=graph_breaks",
+         "return reduce(x.cos()).exp()"],
+        absent=BREAK_IS_NO,
+    ),
+    "graph break between two layers that are alike": Case(
+        case_layers_with_a_break,
+        "graph break",
+        ["rank 3: ends here", "ranks 0-2: goes on with 3 nodes, 1 collective among them", "TORCH_LOGS=graph_breaks",
+         "node 5 of 10, `wait_tensor`", "return reduce(x @ second)"],
+        lambda rank: [torch.ones(4, 4) for _ in range(3)],
+        absent=BREAK_IS_NO,
     ),
     "inputs": Case(
         case_input,
@@ -333,6 +360,7 @@ def test_a_real_pair_of_ranks_that_differ_in_one_kind(name):
     assert len(report.differences) == case.places, text
     flat = " ".join(text.split())
     assert [words for words in case.expected if words not in flat] == [], text
+    assert [words for words in case.absent if words in flat] == [], text
     assert "test_divergence.py" in text
     assert "site-packages/torch" not in text
     assert len(text.splitlines()) < 45
@@ -344,6 +372,33 @@ def test_equal_programs_have_no_differences():
     report = explain([Variant((0,), "a", text), Variant((1,), "b", text)])
     assert report.differences == []
     assert "texts of the graphs are the same" in " ".join(report.text().split())
+
+
+def test_a_graph_that_begins_after_a_break_elsewhere():
+    """Both ranks come to the second half: one in a graph of its own, whose input the other computes."""
+    lines = ["y = x.sin()", "z = torch.ops._c10d_functional.all_reduce.default(y, 'sum', '0')", "w = z * 3"]
+    whole = "\n".join([*lines, "v = w.mm(b)", "return (v,)"])
+    texts = [small(whole, inputs="x, b"), small("v = u.mm(c)\nreturn (v,)", inputs="c, u")]
+    for ordered in (texts, texts[::-1]):
+        report = report_of(ordered)
+        (difference,) = report.differences
+        assert difference.kind == "graph break"
+        assert "begins here" in report.text() and "has 3 nodes, 1 collective among them, before it" in report.text()
+        assert [words for words in BREAK_IS_NO if words in " ".join(report.text().split())] == []
+        assert_page_is_self_contained(page_of(report))
+
+
+def test_what_differs_before_a_break_is_told_too():
+    whole = small("y = x * 2\nz = y.sin()\nw = z.cos()\nv = w.exp()\nreturn (v,)")
+    report = report_of([whole, small("y = x * 3\nz = y.sin()\nreturn (z,)")])
+    assert [difference.kind for difference in report.differences] == ["constant", "graph break"]
+
+
+def test_a_text_that_is_cut_off_is_no_graph_break():
+    whole = small("y = x * 2\nz = y.sin()\nw = z.cos()\nv = w.exp()\nreturn (v,)")
+    report = report_of([whole, small("y = x * 2\nz = y.sin()")])
+    assert "graph break" not in [difference.kind for difference in report.differences]
+    assert "cut off" in report.text()
 
 
 # --- Variants, constants, context ---
