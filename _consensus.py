@@ -16,12 +16,14 @@ with the votes on it so far. While a cell is open nobody disagrees about it, so:
 
 - a vote whose span is an open cell's joins it; every member beyond the cell's start is in the cell already;
 - a vote whose span starts below the highest frontier, and is no open cell, meets a vote that differs, or that was
-  split before, or a member that has gone past: SPLIT, whichever of the three it is;
+  split before, or a member that has gone past: SPLIT, whichever of the three it is. What was decided on a span stays,
+  also when a member is lost later: that matters to spans on which nothing was decided;
 - any other vote opens a cell; open cells that end before it, and lack the voter, have been passed: SPLIT.
 
-A settled cell is forgotten, and nothing grows with the number of handshakes. Only of spans that ended in TIMEOUT or
-PEER_LOST each line keeps the last few, so that a latecomer gets what the others had; to forget one is safe, since what
-is not known is split. A vote costs a few dictionary operations for each of its groups, whatever their size.
+A settled cell is forgotten, and nothing grows with the number of handshakes. Only of spans that were not fat each line
+keeps the last few findings, so that a latecomer gets the outcome that the others had, and their reason; to forget one
+is safe, since what is not known is split. A vote costs a few dictionary operations for each of its groups, whatever
+their size.
 """
 
 import enum
@@ -60,9 +62,9 @@ CYCLE_GRACE_S = 5.0
 # it once. Two for each rank of a world of thousands, some 3 MB; the oldest are forgotten.
 MAX_BLOCKS_REMEMBERED = 16_384
 
-# Spans of one line that ended in TIMEOUT or PEER_LOST, kept for latecomers: about as many votes as ranks have under
-# way when they give up, and no more memory than a line takes anyway. A latecomer to an older one is split.
-MAX_FAILURES_A_LINE = 64
+# Spans of one line that were not fat, kept with the reason for latecomers: about as many as ranks are apart, and a few
+# hundred bytes each, apart from the ranks that a reason names. A latecomer to an older one is split.
+MAX_FINDINGS_A_LINE = 64
 
 # Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a loop that has
 # run away.
@@ -123,10 +125,10 @@ class Group:
     __slots__ = (
         "_name",
         "cells",
-        "failures",
+        "findings",
+        "forgotten_to",
         "frontier",
         "highest_frontier",
-        "last_split",
         "lost",
         "lost_finding",
         "members",
@@ -142,8 +144,8 @@ class Group:
         self.cells: dict[tuple[int, int], _Cell] = {}
         self.lost: set[int] = set()
         self.unknown_to: dict[int, float] = {}
-        self.last_split: tuple[int, int, _Finding] | None = None  # (start, end, why)
-        self.failures: dict[tuple[int, int], _Failure] = {}  # of the last spans that ended in one, oldest first
+        self.findings: dict[tuple[int, int], _Finding] = {}  # on the last spans that were not fat, oldest first
+        self.forgotten_to = 0  # the highest end of a span whose finding is not kept any more
         self.lost_finding: _Finding | None = None  # the last one made for `lost` as it is
         self._name = ""
 
@@ -155,13 +157,19 @@ class Group:
         return self._name
 
     def note(self, start: int, end: int, finding: "_Finding") -> None:
-        """Keeps why a span was not fat, for latecomers."""
-        if finding.failure is None:
-            self.last_split = (start, end, finding)
-            return
-        self.failures[(start, end)] = finding.failure
-        if len(self.failures) > MAX_FAILURES_A_LINE:
-            del self.failures[next(iter(self.failures))]
+        """Keeps why a span was not fat, for latecomers; what was decided first stays."""
+        self.findings.setdefault((start, end), finding)
+        if len(self.findings) > MAX_FINDINGS_A_LINE:
+            oldest = next(iter(self.findings))
+            del self.findings[oldest]
+            self.forgotten_to = max(self.forgotten_to, oldest[1])
+
+    def decided(self, start: int, end: int) -> "list[_Finding]":
+        """The finding on just this span, or else all those on spans that overlap it."""
+        exact = self.findings.get((start, end))
+        if exact is not None:
+            return [exact]
+        return [finding for (other, its_end), finding in self.findings.items() if other < end and start < its_end]
 
 
 Span = tuple[Group, int, int]
@@ -511,7 +519,8 @@ class _CollectiveHandshakeConsensus:
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
         """Takes note that a rank is gone: whoever waits for it gets PEER_LOST, and so does every later vote on a
-        group that holds it, until `rejoin_rank`. The lost rank's own votes are forgotten without an answer.
+        group that holds it, unless others were answered at that span before; until `rejoin_rank`. The lost rank's own
+        votes are forgotten without an answer.
 
         Raises:
             HandshakeConfigError: the rank is outside the world.
@@ -612,15 +621,16 @@ class _CollectiveHandshakeConsensus:
                     self._settle(cell.component, finding, now, decisions)
 
     def _failed_before(self, vote: _Vote) -> _Finding | None:
-        """Why `vote` gets TIMEOUT or PEER_LOST at once: a member is gone, or others had it at one of its spans."""
+        """Why `vote` gets TIMEOUT or PEER_LOST at once: others had it at one of its spans, or a member is gone and
+        nothing was decided there."""
         late = []
         for group, start, end in vote.spans:
-            if group.lost:
+            if (start, end) in group.cells:
+                continue  # where a cell is open nothing was decided, and nobody is lost
+            decided = group.decided(start, end) if group.highest_frontier > start else []
+            if group.lost and not decided and start >= group.forgotten_to:
                 return self._lost_finding(group, (start, end))
-            if group.failures and group.highest_frontier > start:
-                for (failed_from, failed_to), failure in group.failures.items():
-                    if failed_from < end and start < failed_to:
-                        late.append((failure, group, start, end))
+            late += [(finding.failure, group, start, end) for finding in decided if finding.failure is not None]
         if not late:
             return None
         return self._late_finding(vote.rank, *max(late, key=lambda found: found[0].outcome is Outcome.PEER_LOST))
@@ -910,6 +920,9 @@ class _CollectiveHandshakeConsensus:
         raise AssertionError("a disagreement about groups that no pair of votes shows")
 
     def _meets_other_span(self, vote: _Vote, group: Group, start: int, end: int) -> _Finding:
+        decided = group.findings.get((start, end))
+        if decided is not None:
+            return decided
         span = f"[{start}, {end}) on {group.name}"
         for cell in group.cells.values():
             if cell.start < end and start < cell.end:
@@ -923,20 +936,31 @@ class _CollectiveHandshakeConsensus:
                     (start, end),
                 )
         # Nobody is counted here: thousands of latecomers may each come this way.
-        if group.last_split is not None:
-            split_from, split_to, finding = group.last_split
-            if split_from < end and start < split_to:
-                return finding
+        for other, its_end in group.findings:
+            if other < end and start < its_end:
+                return _Finding(
+                    Outcome.SPLIT,
+                    f"the graph of {self._name(vote.rank)} takes {span}, others took [{other}, {its_end}): they hold "
+                    f"different numbers of collectives, or started at different positions",
+                    (vote.rank,),
+                    group.ranks,
+                    (start, end),
+                )
+        if start < group.forgotten_to:
+            others = f"the others have gone on to {group.highest_frontier}; what they had there is not kept any more"
+        else:
+            others = f"another rank is at {group.highest_frontier} already, and went past without a vote there"
         return _Finding(
             Outcome.SPLIT,
-            f"{self._name(vote.rank)} is late at {span}: another rank is at {group.highest_frontier} already, and "
-            f"no vote of the same span waits there",
+            f"{self._name(vote.rank)} is late at {span}: {others}",
             (vote.rank,),
             group.ranks,
             (start, end),
         )
 
     def _late_finding(self, rank: int, failure: _Failure, group: Group, start: int, end: int) -> _Finding:
+        if failure.lost and group.lost.issuperset(failure.lost):  # they are still gone
+            return self._lost_finding(group, (start, end))
         where = "there"
         if failure.group is not group or failure.span != (start, end):
             where = f"at [{failure.span[0]}, {failure.span[1]}) on {failure.group.name}"

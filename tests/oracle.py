@@ -164,6 +164,7 @@ class Oracle:
         self.timeouts_s: list[float] = []
         self.blocking: list[bool] = []
         self.lost: set[int] = set()
+        self.decided: dict[tuple[Group, Span], str] = {}  # what the first votes of that span were answered
         self.stood: set[tuple[int, Group, str]] = set()  # blocks that stood in a cycle for its grace
         self.standing: dict[int, set[tuple[int, Group, str]]] = {}  # which ones did if this vote is answered now
 
@@ -198,6 +199,8 @@ class Oracle:
 
     def record(self, place: int, outcome: str) -> None:
         self.answers[place] = outcome
+        for group_and_span in self.votes[place].spans.items():
+            self.decided.setdefault(group_and_span, outcome)
         self.stood |= self.standing.get(place, set())
 
     def due(self) -> dict[int, set[str]]:
@@ -219,20 +222,27 @@ class Oracle:
         return answers
 
     def outcome(self, component: Sequence[int]) -> str:
-        """The gravest that applies to a component of waiting votes; what they are linked with tells it, too."""
-        had = {
-            self.answers[other]
-            for place in component
-            for other in range(len(self.votes))
-            if self.answers[other] != WAITS and linked(self.votes[place], self.votes[other])
-        }
-        if PEER_LOST in had or any(member in self.lost for member, _, _ in needs(self.votes, component)):
+        """The gravest that applies to a component of waiting votes; what was decided on their spans tells it, too."""
+        had: set[str] = set()
+        for place in component:
+            for group, span in self.votes[place].spans.items():
+                had.update(self.decided_on(group, span))
+        if PEER_LOST in had or any(
+            member in self.lost and not self.decided_on(group, span)
+            for member, group, span in needs(self.votes, component)
+        ):
             return PEER_LOST
         if TIMEOUT in had:
             return TIMEOUT
         if SPLIT in had:
             return SPLIT
         return verdict(self.votes, component)
+
+    def decided_on(self, group: Group, span: Span) -> set[str]:
+        """What was decided on just this span, or else on those that overlap it."""
+        if (group, span) in self.decided:
+            return {self.decided[group, span]}
+        return {answer for (other, its), answer in self.decided.items() if other == group and overlap(its, span)}
 
     def out_of_time_at(self, places: Collection[int]) -> float:
         return min(self.cast_at[place] + self.timeouts_s[place] for place in places)

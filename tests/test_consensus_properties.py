@@ -384,6 +384,53 @@ def test_ranks_that_run_the_same_graphs_never_split() -> None:
         assert all(run.answer(vote) == FAT for vote in run.order), run.failure("a needless split")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_latecomer_to_a_split_is_told_its_reason(kind: str) -> None:
+    """The one that the first votes of its span were told, however far the others have gone on."""
+    latecomers = 0
+    for seed in range(CASES):
+        case = Case(kind, 25_000 + seed)
+        machine = _consensus._CollectiveHandshakeConsensus(case.num_ranks)
+        reasons: dict[tuple, str] = {}
+        for vote in case.interleaving():
+            spans = list(vote.spans.items())
+            for decision in machine.put_request(case.requests[vote], 0.0, blocking=False):
+                if decision.rank == vote.rank and len(spans) == 1 and spans[0] in reasons:
+                    assert decision.reason == reasons[spans[0]], f"{case.name}: {vote}"
+                    latecomers += 1
+                for pg, count in decision.request.pg_collective_counts.items():
+                    if count.num_collectives_in_graph and decision.outcome.name == SPLIT:
+                        reasons.setdefault((pg.ranks, (count.collective_count_before, count.end)), decision.reason)
+    assert latecomers or kind == "aligned"
+
+
+def test_what_is_not_kept_is_split() -> None:
+    """Ranks 0 and 1 differ at [0, 2), give up at [2, 4), and differ from then on, until rank 1 is lost. Rank 2
+    is late to all of it."""
+    machine = _consensus._CollectiveHandshakeConsensus(3, timeout_s=4.0)
+    line = machine.group(_vocabulary.ProcessGroupId([0, 1, 2]))
+    steps = _consensus.MAX_FINDINGS_A_LINE + 2
+    for step in range(steps):
+        for rank in (0, 1):
+            machine.cast(rank, [(line, 2 * step, 2 * step + 2)], "A" if step == 1 else "AB"[rank], 0.0)
+        machine.expire(4.0)
+    machine.drop_rank(1, 4.0)
+
+    def told(start: int, end: int) -> tuple[str, str]:
+        [decision] = machine.cast(2, [(line, start, end)], "A", 5.0)
+        return decision.outcome.name, decision.reason
+
+    ahead = f"the others have gone on to {2 * steps}; what they had there is not kept any more"
+    assert told(0, 2) == (SPLIT, f"rank 2 is late at [0, 2) on ranks 0-2: {ahead}")
+    assert told(2, 3) == (SPLIT, f"rank 2 is late at [2, 3) on ranks 0-2: {ahead}")
+    last = 2 * steps - 2
+    assert told(last, last + 2) == (
+        SPLIT,
+        f"fingerprints differ at [{last}, {last + 2}) on ranks 0-2: A on rank 0; B on rank 1",
+    )
+    assert told(2 * steps, 2 * steps + 2)[0] == PEER_LOST
+
+
 def test_a_refused_vote_changes_nothing() -> None:
     refused = 0
     for seed in range(CASES):
@@ -743,7 +790,7 @@ class Luckless(Endless):
 def test_memory_does_not_grow_with_the_number_of_handshakes(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_consensus, "MAX_BLOCKS_REMEMBERED", 100)
     endless = kind()
-    endless.handshakes(2 * Endless.ROUND * _consensus.MAX_FAILURES_A_LINE)
+    endless.handshakes(2 * Endless.ROUND * _consensus.MAX_FINDINGS_A_LINE)
     gc.collect()
     early = reachable_objects(endless.machine)
     endless.handshakes(5_000)
