@@ -285,10 +285,11 @@ _ADVICE = {
         "some ranks only (clear it or share it), or for a partitioner that chose differently."
     ),
     "order of collectives": (
-        "The same collectives come in another order on {odd}{at}. Issue them in a fixed order: iterate over sorted "
-        "keys, not over a set or dict that was filled in another order; switch off passes that reorder by timings "
-        "measured in each process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or "
-        "let one rank choose for all."
+        "The same collectives come in another order on {odd}{at}: on the device the ranks would wait for one another "
+        "for ever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted "
+        "keys, not over a set or dict that was filled in another order; without passes that reorder by timings "
+        "measured in each process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), "
+        "or let one rank choose for all."
     ),
     "shape": (
         "Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; "
@@ -355,6 +356,8 @@ def _advice(report: "Report") -> list[str]:
                 found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers, them=them)
     if "graph break" in found:
         found.pop("inputs", None)  # what the rest takes
+    if "order of collectives" in found:
+        found.pop("group", None)  # in another order each rank's own groups may be meant
     same = [number for number, comparison in report.comparisons.items() if not comparison.differences]
     if same:
         odd = format_ranks(rank for number in same for rank in report.variants[number].ranks)
@@ -411,17 +414,19 @@ def source_text(source: Source | None) -> str:
 
 
 class Summary(NamedTuple):
-    """What is kept of a variant's graph: its size, whether its text was cut off, the ranks of its groups by name."""
+    """What is kept of a variant's graph: its size, whether its text was cut off, whose text that is and its groups."""
 
     nodes: int
     collectives: int
     is_cut: bool
+    rank: str
     groups: Mapping[str, Sequence[int]]
 
 
 _UNREADABLE = "the text holds no graph that could be read: not compared"
 _NO_TEXT = "there is no text of the graph: not compared"
 _CUT = "the text of the graph is cut off: what is missing at its end may be there in fact"
+_BY_ROLE = "the names and ranks of groups are those of {rank} alone; the others' are other groups of the same role"
 _UNHASHABLE = "the graph could not be hashed, so it equals no other: see the warning on that rank"
 
 
@@ -457,7 +462,11 @@ class Report:
             if graph is None:
                 continue
             self.summaries[number] = Summary(
-                len(graph.body.nodes), count_collectives(graph.body), graph.is_cut, group_ranks(graph.facts)
+                len(graph.body.nodes),
+                count_collectives(graph.body),
+                graph.is_cut,
+                graph.facts.get("rank", ""),
+                group_ranks(graph.facts),
             )
             if self.reference_graph is None:
                 self.reference, self.reference_graph = number, graph
@@ -496,11 +505,18 @@ class Report:
         if None not in members and len({tuple(ranks) for ranks in members if ranks is not None}) == 1:
             difference.what = f"name of the group ({difference.what}; same ranks)"
         texts = [
-            name if ranks is None else f"{name} = {format_ranks(ranks)}"
-            for (_, name), ranks in zip(sides, members, strict=True)
+            name if ranks is None else f"{name} = {format_ranks(ranks)}{self._whose(number, ranks)}"
+            for (number, name), ranks in zip(sides, members, strict=True)
         ]
         difference.reference = texts[0]
         difference.values = dict(zip(difference.values, texts[1:], strict=True))
+
+    def _whose(self, number: int, members: Iterable[int]) -> str:
+        """Of which rank a group is, in a variant whose ranks are not all in it: they are alike by its role only."""
+        summary = self.summaries[number]
+        if summary is None or set(self.variants[number].ranks) <= set(members):
+            return ""
+        return f" on rank {summary.rank}" if summary.rank else " on one of them"
 
     def value(self, difference: Difference, number: int) -> str | None:
         """A difference's side in this variant; None if it doesn't have the node."""
@@ -580,6 +596,9 @@ class Report:
                 concerned.setdefault(reason, []).extend(variant.ranks)
             elif summary.is_cut:
                 concerned.setdefault(_CUT, []).extend(variant.ranks)
+            if summary is not None and not all(set(variant.ranks) <= set(ranks) for ranks in summary.groups.values()):
+                reason = _BY_ROLE.format(rank=f"rank {summary.rank}" if summary.rank else "one of them")
+                concerned.setdefault(reason, []).extend(variant.ranks)
             if variant.fingerprint.startswith("unhashable-"):
                 concerned.setdefault(_UNHASHABLE, []).extend(variant.ranks)
         notes = [f"{reason} ({format_ranks(ranks)})" for reason, ranks in concerned.items()]

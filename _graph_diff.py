@@ -12,6 +12,9 @@ another are one difference. Nodes left over on both sides that are the same have
 **Graph breaks.** Where the operations of the shorter graph are those that the longer one begins or ends with, they are
 matched one to one, and the rest is one difference: an alignment would be free to match the end with the end.
 
+**Order of collectives.** Where both graphs issue the same collectives (operation, group, constants) in another order,
+each is matched with its like, whatever it reads, and the order is one difference.
+
 **Consequences.** A shape, dtype or stride that differs because an input's does is not reported again, only counted with
 the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
 """
@@ -24,9 +27,11 @@ from typing import Any, NamedTuple
 if __package__:
     from ._align import align
     from ._graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from ._vocabulary import format_ranks
 else:
     from _align import align
     from _graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from _vocabulary import format_ranks
 
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
 # differences would be as long as both.
@@ -37,6 +42,9 @@ MAX_DIFFERENCES_PER_VARIANT = 1000
 
 # The side of a difference on which there is no such node.
 NOT_THERE = "not there"
+
+# Collectives of each side that are named where their order differs.
+MAX_ORDER_SHOWN = 3
 
 # Nodes of a missing or added run that are kept for the report.
 MAX_RUN_NODES = 200
@@ -212,7 +220,10 @@ def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
             if high - low == other_high - other_low:
                 for k in range(high - low):
                     i, j = start + low + k, other_start + other_low + k
-                    if not {a.weak[i], b.weak[j]} & {"placeholder", "output", "get_attr"}:
+                    keys = (a.weak[i], b.weak[j])
+                    if not {*keys} & {"placeholder", "output", "get_attr"} and not any(
+                        isinstance(k, _Issued) for k in keys
+                    ):
                         weak.append((i, j))
         pairs.extend(weak)
     return sorted(pairs + anchors)
@@ -225,6 +236,30 @@ def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> It
         if next_i > i and next_j > j:
             yield i, next_i, j, next_j
         i, j = next_i + 1, next_j + 1
+
+
+class _Issued(NamedTuple):
+    """A collective as far as the order matters in which it is issued: all but what it reads."""
+
+    target: str
+    text: str
+
+
+def _issued(node: Node, groups: Mapping[str, list[int]], by_layout: bool) -> _Issued:
+    """`by_layout` takes groups of the same layout for one, such as the rows of a mesh."""
+    group = node.group
+    constants = [each.text for each in node.arguments if each.producer is None and each is not group]
+    where = "" if group is None else f" on {group.text}"
+    ranks = None if group is None else groups.get(group.text[1:-1])
+    if ranks and by_layout:
+        where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
+    elif ranks:
+        where += f" = {format_ranks(ranks)}"
+    return _Issued(node.target, f"{short_target(node.target).split('.')[-2:][0]}({', '.join(constants)}){where}")
+
+
+# The collectives of both sides by position, where they are the same but for their order.
+_Order = tuple[dict[int, _Issued], dict[int, _Issued]]
 
 
 class _Part(NamedTuple):
@@ -352,6 +387,15 @@ class _Comparer:
 
     def _compare(self, a: Body, b: Body, path: str) -> None:
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
+        order = self._order(a, b)
+        if order is not None:
+            a_keys, b_keys = (
+                keys._replace(
+                    strict=[issued.get(k, key) for k, key in enumerate(keys.strict)],
+                    weak=[issued.get(k, key) for k, key in enumerate(keys.weak)],
+                )
+                for keys, issued in zip((a_keys, b_keys), order, strict=True)
+            )
         part = None if path else _part(a, b) or _part(b, a)
         pairs = _align_bodies(a_keys, b_keys) if part is None else part.pairs(is_reference=part.longer is a)
         to_other = dict(pairs)
@@ -372,9 +416,9 @@ class _Comparer:
         if part is not None:
             self._add_break(comparison, part)
         else:
-            self._compare_order(comparison)
+            self._compare_order(comparison, order)
             self._compare_left_over(comparison)
-        self._compare_nodes(comparison)
+        self._compare_nodes(comparison, order is not None)
         if not path and part is None:
             self._compare_mutations(comparison)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
@@ -398,25 +442,59 @@ class _Comparer:
         self._add(Difference("graph break", "", position, node, what, sides, rest))
         comparison.changed.update(part.rest if is_reference else ())
 
-    def _compare_order(self, comparison: BodyComparison) -> None:
+    def _order(self, a: Body, b: Body) -> _Order | None:
+        """The collectives of both, if only their order differs: on the same groups, else on groups of one layout."""
+        for by_layout in (False, True):
+            left, right = (
+                {k: _issued(node, groups, by_layout) for k, node in enumerate(body.nodes) if node.is_collective}
+                for body, groups in zip((a, b), self._groups, strict=True)
+            )
+            sequences = list(left.values()), list(right.values())
+            if sequences[0] != sequences[1] and sorted(sequences[0]) == sorted(sequences[1]):
+                return left, right
+            if sequences[0] == sequences[1]:
+                break
+        return None
+
+    def _compare_order(self, comparison: BodyComparison, order: _Order | None) -> None:
         a, b, moved = comparison.reference, comparison.other, comparison.moved
+        what = "place in the order"
+        if order is not None:
+            sequences = [list(issued.items()) for issued in order]
+            differ = [n for n, (x, y) in enumerate(zip(*sequences, strict=True)) if x[1] != y[1]]
+            first, stop = differ[0], min(differ[-1] + 1, differ[0] + MAX_ORDER_SHOWN)
+            sides = [
+                ", then ".join(f"{issued.text}{_short_place(body.nodes[k])}" for k, issued in sequence[first:stop])
+                + (" …" if stop <= differ[-1] else "")
+                for body, sequence in zip((a, b), sequences, strict=True)
+            ]
+            i = sequences[0][first][0]
+            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], what, sides))
+            self.differences[-1].follows += max(len(moved) - 1, 0)
+            comparison.changed.update(moved)
+            return
         collectives = [(i, j) for i, j in moved.items() if a.nodes[i].is_collective]
         for i, j in collectives:
-            places = (_collective_place(a, i), _collective_place(b, j))
-            if places[0] == places[1]:
-                places = (f"{places[0]}, node {i}", f"{places[1]}, node {j}")
-            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], "place in the order", places))
+            sides = [
+                f"{_collective_place(body, k)}, node {k}{_short_place(body.nodes[k])}" for body, k in ((a, i), (b, j))
+            ]
+            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], what, sides))
             comparison.changed.add(i)
         if collectives:
             self.differences[-1].follows += len(moved) - len(collectives)
             return
         for run in _runs(list(moved)):
-            j = moved[run[0]]
-            what = "place in the order"
+            i, j = run[0], moved[run[0]]
+            # What stands on its other side there; the number of the place alone may be the same.
+            passed = next((p for p, q in comparison.pairs if (p < i) != (q < j)), None)
+            words = ("after", "before") if passed is not None and passed < i else ("before", "after")
+            by = "" if passed is None else f" `{a.nodes[passed].name}`"
+            sides = [
+                f"node {k}{f', {word}{by}' if by else ''}{_short_place(body.nodes[k])}"
+                for body, k, word in ((a, i, words[0]), (b, j, words[1]))
+            ]
             nodes = [a.nodes[i] for i in run]
-            self._add(
-                Difference("order", comparison.path, run[0], nodes[0], what, (f"node {run[0]}", f"node {j}"), nodes)
-            )
+            self._add(Difference("order", comparison.path, i, nodes[0], what, sides, nodes))
             comparison.changed.update(run)
 
     def _compare_left_over(self, comparison: BodyComparison) -> None:
@@ -496,7 +574,7 @@ class _Comparer:
                 self._add(Difference("inputs", "", i, node, "change in place", sides))
                 comparison.changed.add(i)
 
-    def _compare_nodes(self, comparison: BodyComparison) -> None:
+    def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool) -> None:
         a, b = comparison.reference, comparison.other
         to_other, to_reference = comparison.to_other, comparison.to_reference
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
@@ -523,6 +601,10 @@ class _Comparer:
             follows = follows or any(p not in to_reference for p in other_inputs)
             found = self._fields(comparison, i, x, y)
             crossed = _crossed(x, y, to_reference)
+            if is_order_told and x.is_collective:
+                # What it reads, and the size of that, is what its place in the order makes of it.
+                follows = follows or bool(crossed)
+                reordered.update([i] if crossed else [])
             root: Difference | None = None
             form_differs = False
             consequences = 0
@@ -531,7 +613,7 @@ class _Comparer:
                 is_size = difference.kind == "constant" and (difference.reference, difference.values[-1]) in sizes
                 may_follow = is_form or is_size
                 is_wiring = difference.kind in ("operand", "outputs", "order of collectives") and bool(crossed)
-                if is_wiring and order is not None and not reordered.isdisjoint(crossed):
+                if is_wiring and order is not None and not reordered.isdisjoint((i, *crossed)):
                     reordered.add(i)
                     order.follows += 1
                     continue
@@ -824,6 +906,12 @@ def _sizes(sizes: tuple[str, ...] | None) -> str:
 
 def short_target(target: str) -> str:
     return target.removeprefix("torch.ops.").removeprefix("aten.")
+
+
+def _short_place(node: Node) -> str:
+    """Where the user wrote it, in few characters."""
+    source = node.user_source
+    return "" if source is None else f" ({source.file.rpartition('/')[2]}:{source.line})"
 
 
 def _collective_place(body: Body, position: int) -> str:

@@ -172,6 +172,46 @@ def case_order(rank):
     return function
 
 
+def case_order_of_groups(rank):
+    """Each reads what the one before gave: no node is the same but for its place."""
+    groups = [dist.new_group(ALL), dist.new_group(ALL)]
+
+    def function(x):
+        for group in groups[::-1] if rank == 3 else groups:
+            x = funcol.all_reduce(x.sin(), "sum", group)
+        return x.exp()
+
+    return function
+
+
+def case_order_of_reductions(rank):
+    def function(x):
+        for how in ("max", "sum") if rank == 3 else ("sum", "max"):
+            x = funcol.all_reduce(x, how, ALL)
+        return x.exp()
+
+    return function
+
+
+def case_order_of_rows_and_columns(rank):
+    """Inside a larger model, and each rank has a row and a column of its own."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = [rows[rank // 2], columns[rank % 2]]
+
+    def function(x):
+        x = reduce(x.sin())
+        for group in groups[::-1] if rank == 3 else groups:
+            x = funcol.all_reduce(x, "sum", group)
+        return reduce(x.exp()).cos()
+
+    return function
+
+
+# Advice that is false where all ranks issue the same, in another order.
+ORDER_IS_NO = ("same collectives (", "number of collectives", "pass it in as a tensor", "role", "different operations")
+
+
 def case_collective_count(rank):
     def function(x):
         x = reduce(x.sin())
@@ -293,8 +333,30 @@ CASES = {
     "order of collectives": Case(
         case_order,
         "order of collectives",
-        ["ranks 0-2: collective 0 of", "rank 3: collective 1 of", "fixed order", "x = funcol.all_reduce(x"],
+        ["ranks 0-2: collective 0 of", "rank 3: collective 1 of the graph, node 6 (test_divergence.py:", "fixed order",
+         "x = funcol.all_reduce(x"],
         lambda rank: [torch.ones(8, 4), torch.ones(3)],
+    ),
+    "order of collectives of two groups": Case(
+        case_order_of_groups,
+        "order of collectives",
+        ["ranks 0-2: all_reduce('sum') on '1' = ranks 0-3 (test_divergence.py:", "fixed order",
+         "rank 3: all_reduce('sum') on '2' = ranks 0-3 (test_divergence.py:", ", then all_reduce('sum') on '1'"],
+        absent=ORDER_IS_NO,
+    ),
+    "order of collectives that reduce in two ways": Case(
+        case_order_of_reductions,
+        "order of collectives",
+        ["ranks 0-2: all_reduce('sum') on ", "rank 3: all_reduce('max') on ", "fixed order"],
+        absent=ORDER_IS_NO,
+    ),
+    "order of collectives on rows and columns": Case(
+        case_order_of_rows_and_columns,
+        "order of collectives",
+        ["ranks 0-2: all_reduce('sum') on a group such as ranks 0-1 (", "fixed order",
+         "rank 3: all_reduce('sum') on a group such as ranks 0, 2 (", "'1' = ranks 0-1 on rank 0", "'2' = ranks 2-3"],
+        places=3,
+        absent=("same collectives (", "number of collectives", "pass it in as a tensor", 'groups="role"'),
     ),
     "order of collectives of one shape": Case(
         case_order,
@@ -643,6 +705,30 @@ def test_a_table_of_constants_has_no_value_for_a_variant_without_the_node():
     page = page_of(report_of([*texts, small("y = x.sin()\nreturn (y,)")]))
     row = re.search(r'<table class="constants">.*?</table>', page)[0]
     assert re.findall(r"<td><code>([^<]*)</code></td>", row) == ["3", "4", "not there"]
+
+
+def test_a_place_in_the_order_is_told_from_the_other_side_s():
+    """Also where a node has the same number on both sides."""
+    texts = [small(f"a = x.sin()\n{middle}\nreturn (e,)") for middle in (
+        "b = a.cos()\nc = x.exp()\nd = x.log()\ne = torch.f(b, c, d)",
+        "d = x.log()\nc = x.exp()\nb = a.cos()\ne = torch.f(b, c, d)",
+    )]  # fmt: skip
+    orders = [difference for difference in report_of(texts).differences if difference.kind == "order"]
+    assert orders
+    for difference in orders:
+        assert difference.reference not in difference.values.values()
+
+
+def test_a_group_is_said_to_be_of_the_rank_whose_text_it_is():
+    texts = [
+        small(f"y = torch.ops._c10d_functional.all_reduce.default(x, 'sum', '{name}')\nreturn (y,)",
+              f"# handshake: rank = {rank}\n# handshake: group {name} = {members}")
+        for name, rank, members in (("4", 3, "ranks 2-3"), ("9", 2, "ranks 0-3"))
+    ]  # fmt: skip
+    text = explain([Variant((0, 1, 3), "a", texts[0]), Variant((2,), "b", texts[1])]).text()
+    assert "ranks 0-1, 3: '4' = ranks 2-3 on rank 3\n" in text
+    assert "rank 2: '9' = ranks 0-3\n" in text
+    assert "the names and ranks of groups are those of rank 3 alone" in text and "are those of rank 2" not in text
 
 
 # --- Size ---
