@@ -21,14 +21,14 @@ if __package__:
     from ._align import align
     from ._divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text
     from ._divergence_page import page, write_file
-    from ._graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of
+    from ._graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of, unseen_attributes
     from ._graph_text import Graph, parse
     from ._vocabulary import format_ranks
 else:
     from _align import align
     from _divergence import MAX_TEXT_VARIANTS, Context, Report, Variant, first_notes, source_text
     from _divergence_page import page, write_file
-    from _graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of
+    from _graph_diff import Keys, count_collectives, facts_of_program, gaps, node_keys, number_of, unseen_attributes
     from _graph_text import Graph, parse
     from _vocabulary import format_ranks
 
@@ -81,11 +81,13 @@ def explain_files(paths: Sequence[str], html_path: str | None = None) -> int:
     """
     try:
         files, remarks = _read_files(paths)
+        unseen = _unseen(files)
+        remarks += unseen
         for path in paths:
             if html_path is not None and os.path.exists(html_path) and os.path.samefile(html_path, path):
                 raise _FileError(f"the page would overwrite {path}: give --html another file than {html_path}")
         reports, notes = _match_files(files)
-        heading, text = _told(files, reports, remarks, notes)
+        heading, text = _told(files, reports, remarks, notes, ", as far as these texts tell" if unseen else "")
         differing = [report for report in reports if len(report.variants) > 1]
         html = page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
     except _FileError as error:
@@ -114,7 +116,7 @@ def _fail(message: str) -> int:
 
 
 def _told(
-    files: Sequence[_RankFile], reports: Sequence[Report], remarks: Sequence[str], notes: Sequence[str]
+    files: Sequence[_RankFile], reports: Sequence[Report], remarks: Sequence[str], notes: Sequence[str], reserve: str
 ) -> tuple[str, str]:
     """A heading, empty if one graph that all have needs none, and the text on all graphs."""
     differing = [report for report in reports if len(report.variants) > 1]
@@ -127,7 +129,7 @@ def _told(
     if len(differing) > MAX_TEXT_SLOTS:
         lines.append(f"and {len(differing) - MAX_TEXT_SLOTS} more graphs that differ (MAX_TEXT_SLOTS)")
     if not differing and not notes:
-        lines.append(f"{ranks} have the same {number_of(len(reports), 'graph')}")
+        lines.append(f"{ranks} have the same {number_of(len(reports), 'graph')}{reserve}")
     return heading, "\n".join(lines) + "\n"
 
 
@@ -149,6 +151,19 @@ def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
         "rank1.txt say which rank a file is of."
     )
     return [file._replace(rank=number) for number, file in enumerate(files)], [remark]
+
+
+def _unseen(files: Sequence[_RankFile]) -> list[str]:
+    """A line about values that can't be compared. A fingerprint holds them, and `graph_text` names what is constant."""
+    graphs = [graph for file in files for graph in file.graphs if not graph.fingerprint and not graph.facts]
+    names = sorted(set().union(*(unseen_attributes(graph.body) for graph in graphs)))
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    return [
+        f"Note: these texts don't have the values of {shown}, so they are not compared. Print the graphs by "
+        "graph_text, or compare their fingerprints."
+    ]
 
 
 def _read_file(path: str, number: int) -> _RankFile:
@@ -291,8 +306,9 @@ def _graph_more(slot: _Slot, ranks: list[int]) -> str:
 
 def _slot_report(slot: _Slot, title: str, contents: Mapping[int, list[int]]) -> Report:
     ranks_of: dict[tuple[int, str], list[int]] = {}
+    all_have = all(graph.fingerprint for _, graph in slot.values())
     for rank, (number, graph) in slot.items():
-        ranks_of.setdefault((contents[rank][number], graph.fingerprint), []).append(rank)
+        ranks_of.setdefault((contents[rank][number], graph.fingerprint if all_have else ""), []).append(rank)
     variants = [Variant(tuple(ranks), fingerprint, "") for (_, fingerprint), ranks in ranks_of.items()]
     return Report(variants, lambda variant: slot[variant.ranks[0]][1], Context(title=title))
 

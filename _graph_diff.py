@@ -208,6 +208,16 @@ def _nested(node: Node, body: Body) -> Body | None:
     return body
 
 
+def unseen_attributes(body: Body) -> set[str]:
+    """The attributes of a graph, such as tensor constants, whose values its text doesn't tell."""
+    unseen = {
+        node.target
+        for node in body.nodes
+        if node.op == "get_attr" and node.arguments[0].path == "name" and _nested(node, body) is None
+    }
+    return unseen.union(*map(unseen_attributes, body.bodies.values()))
+
+
 def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
     """By all that the nodes are; in the gaps by operation; in gaps of as many nodes on both sides, as they come."""
     anchors = align(a.strict, b.strict)

@@ -8,8 +8,8 @@ with any prefix before each line. In a log the lines
     --- [BEGIN GRAPH MODULE: <fingerprint>] ---
     --- [END GRAPH MODULE: <fingerprint>] ---
 
-around each graph name its fingerprint; without them a graph starts at its `class` line and ends where the
-indentation does.
+around each graph name its fingerprint (another label says nothing); without them a graph starts at its `class` line
+and ends where the indentation does.
 
 Nothing that is not understood is an error: a statement that is no node of a known form becomes a node that holds its
 text, so that it can still be compared. Nothing of a statement is cut, however long it is or deeply nested. What is
@@ -46,6 +46,7 @@ _MAX_CACHED_STATEMENTS = 50_000
 _MAX_CACHED_CHARACTERS = 4096
 
 _BEGIN = re.compile(r"--- \[BEGIN GRAPH MODULE: (.*?)\] ---")
+_FINGERPRINT = re.compile(r"(?:unhashable-)?[0-9a-f]{32}")
 _END = re.compile(r"--- \[END GRAPH MODULE: .*?\] ---")
 _CLASS = re.compile(r"class (\S+)\(torch\.nn\.Module\):\s*$")
 _DEF = re.compile(r"def forward\(")
@@ -178,7 +179,7 @@ class Graph(NamedTuple):
 
     Attributes:
         body: its nodes.
-        fingerprint: from the begin marker; empty if there was none.
+        fingerprint: from the begin marker; empty if there was none, or another label.
         facts: subject and value of the `# handshake:` lines.
         first_line: where it starts in the text, from 1.
         is_cut: its end marker or its output is missing.
@@ -230,8 +231,9 @@ def _blocks(lines: list[str]) -> Iterator[tuple[str, int, list[str], bool]]:
             end = next((k for k, line in enumerate(inside) if "END GRAPH" in line and _END.search(line)), None)
             block = _without_prefix(inside[:end])
             starts = [k for k, line in enumerate(block) if _CLASS.match(line)][1:]
+            fingerprint = marker[1] if marker is not None and _FINGERPRINT.fullmatch(marker[1]) else ""
             for start, stop in zip([0, *starts], [*starts, len(block)], strict=True):
-                yield marker[1] if marker else "", begin + 2 + start, block[start:stop], end is not None
+                yield fingerprint, begin + 2 + start, block[start:stop], end is not None
         return
     pattern = _CLASS if any("class " in line and _CLASS.search(line) for line in lines) else _DEF
     number = 0

@@ -108,6 +108,34 @@ def test_equal_files_are_said_to_be_equal(tmp_path):
     assert (status, out) == (0, "ranks 0-1 have the same 1 graph\n")
 
 
+def test_values_that_are_not_in_the_texts_are_not_said_to_be_the_same(tmp_path):
+    text = small("c = self._tensor_constant0\ny = x + c\nreturn (y,)")
+    page = tmp_path / "page.html"
+    status, out = explain_files(tmp_path, {"rank0.txt": text, "rank1.txt": text}, str(page))
+    assert status == 0
+    assert out.endswith("ranks 0-1 have the same 1 graph, as far as these texts tell\n")
+    assert "don't have the values of _tensor_constant0" in out and "graph_text" in out and "fingerprints" in out
+    assert "values of _tensor_constant0" in page.read_text()
+    # Not where the values, or the fingerprints, are there.
+    known = small("c = self._tensor_constant0\ny = x + c\nreturn (y,)", "# handshake: constant _tensor_constant0 = [1]")
+    for same in (known, log_of(text), without_rank(VOCABULARY[0])):
+        assert explain_files(tmp_path, {"a.txt": same, "b.txt": same}) == (0, "ranks 0-1 have the same 1 graph\n")
+
+
+def test_only_a_fingerprint_is_one(tmp_path):
+    """Other labels between the marks, and a fingerprint that only one side has, say nothing."""
+    log = log_of(without_rank(VOCABULARY[0]))
+    fingerprint = f"{0:032x}"
+    for label, other in (("fw", "fw of rank 1"), ("step-1", "step-2"), (fingerprint, "fw")):
+        files = {"rank0.log": log.replace(fingerprint, label), "rank1.log": log.replace(fingerprint, other)}
+        assert explain_files(tmp_path, files) == (0, "ranks 0-1 have the same 1 graph\n")
+    files = {"rank0.log": log, "rank1.txt": without_rank(VOCABULARY[0])}
+    assert explain_files(tmp_path, files)[0] == 0
+    for other in (f"{1:032x}", f"unhashable-{1:032x}"):
+        files = {"rank0.log": log, "rank1.log": log.replace(fingerprint, other)}
+        assert explain_files(tmp_path, files)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

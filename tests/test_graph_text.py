@@ -168,7 +168,7 @@ def test_colours_and_plain_code_are_read(vocabulary):
 def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, vocabulary):
     text = (DATA / "vocabulary" / "rank1.txt").read_text()
     blocks = []
-    for fingerprint in ("aa", "bb"):
+    for fingerprint in ("a" * 32, "b" * 32):
         lines = text.splitlines()
         if with_markers:
             begin = f"--- [BEGIN GRAPH MODULE: {fingerprint}] ---"
@@ -176,7 +176,7 @@ def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, v
         blocks += [first + lines[0], *(others + line for line in lines[1:])]
         blocks += [f"{first}step 12 took 3 s"]
     graphs = _graph_text.parse("\n".join(blocks))
-    assert [graph.fingerprint for graph in graphs] == (["aa", "bb"] if with_markers else ["", ""])
+    assert [graph.fingerprint for graph in graphs] == (["a" * 32, "b" * 32] if with_markers else ["", ""])
     assert all(graph.body == vocabulary.body and graph.facts == vocabulary.facts for graph in graphs)
 
 
