@@ -251,13 +251,23 @@ _ADVICE = {
         "flags do."
     ),
     "shard": (
-        "{numbers} are baked into the graph as Python constants{at}. Keep {them} in a buffer "
-        '(`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled '
-        "function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
+        "The bounds of the shard of each rank ({formulas}) are baked into the graph as Python constants{at}. Keep them "
+        'in a buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to '
+        "the compiled function as tensor inputs, and compute with the tensor: then all ranks trace one graph."
+    ),
+    "number": (
+        "A number that depends on the rank ({formulas}) is baked into the graph as a Python constant{at}. Pass it in "
+        "as a tensor, and compute with that (where it is an index or the start of a slice, by "
+        "`x.index_select(dim, start + torch.arange(length))`): then all ranks trace one graph."
     ),
     "constant": (
         "A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment "
         "variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor."
+    ),
+    "setting": (
+        "An argument that no tensor can stand for (such as a kind of reduction, an epsilon, a dimension or a flag) is "
+        "not the same on all ranks{at}: it comes from a setting, an environment variable or a branch on the rank. Make "
+        "it equal on all ranks."
     ),
     "tensor constant": (
         "A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it once in "
@@ -343,17 +353,14 @@ def _advice(report: "Report") -> list[str]:
         found["versions"] = _ADVICE["versions"]
     elif report.split_by_host:
         found["hosts"] = _ADVICE["hosts"]
-    formulas = list(dict.fromkeys(difference.formula for difference in report.differences if difference.formula))
-    shown = ", ".join(f"`{formula}`" for formula in formulas[:3])
-    is_shard = "·" in shown  # a stride of one is more likely a number of its own, such as a seed
-    numbers = f"{'The bounds of the shard of each rank' if is_shard else 'Numbers that depend on the rank'} ({shown})"
-    them = "the shard's bounds" if is_shard else "them"
-    for difference in report.differences:
+    topics = [(difference, list(_topics(difference, report))) for difference in report.differences]
+    for difference, of_difference in topics:
         odd = format_ranks(rank for variant in difference.values for rank in report.variants[variant].ranks)
         at = f" ({difference.source.place})" if difference.source else ""
-        for topic in _topics(difference):
+        for topic in of_difference:
+            formulas = dict.fromkeys(f"`{each.formula}`" for each, of_each in topics if topic in of_each)
             if topic not in found:
-                found[topic] = _ADVICE[topic].format(odd=odd, at=at, numbers=numbers, them=them)
+                found[topic] = _ADVICE[topic].format(odd=odd, at=at, formulas=", ".join([*formulas][:3]))
     if "graph break" in found:
         found.pop("inputs", None)  # what the rest takes
     if "order of collectives" in found:
@@ -365,11 +372,42 @@ def _advice(report: "Report") -> list[str]:
     return list(found.values())
 
 
-def _topics(difference: Difference) -> Iterator[str]:
+# Operations whose integers are sizes, or the places of a part; those that compute with a number, which may be a tensor;
+# and among these, those that find what of an index is in a shard.
+_SIZE_OPERATIONS = frozenset(
+    "slice slice_scatter narrow constant_pad_nd pad view _unsafe_view reshape expand repeat split split_with_sizes "
+    "chunk unfold as_strided full zeros ones empty rand randn arange new_full new_zeros new_ones new_empty".split()
+)
+_NUMBER_OPERATIONS = frozenset(
+    "add sub rsub mul div truediv floordiv remainder mod pow eq ne ge gt le lt maximum minimum clamp clamp_min "
+    "clamp_max where masked_fill fill select getitem".split()
+)
+_BOUND_OPERATIONS = frozenset("ge gt le lt sub rsub clamp clamp_min clamp_max where masked_fill".split())
+
+
+def _constant_topic(difference: Difference, report: "Report") -> str:
+    parts = difference.node.target.split(".")
+    name = (parts[3] if difference.node.target.startswith("torch.ops.") and len(parts) > 3 else parts[-1]).rstrip("_")
+    if name in _SIZE_OPERATIONS:
+        # A part that has the same size everywhere begins at another place.
+        is_start = name in ("slice", "narrow") and difference.node.shape is not None and not difference.follows
+        return "number" if is_start and difference.formula else "shape"
+    sides = (difference.reference, *difference.values.values())
+    are_numbers = all(_FLOAT.match(side) or side.endswith(", computed") for side in sides)
+    if not are_numbers or name not in _NUMBER_OPERATIONS:
+        return "setting"
+    if not difference.formula:
+        return "constant"
+    # A stride of one is more likely a number of its own, such as a seed.
+    is_bound = name in _BOUND_OPERATIONS and "·" in difference.formula
+    return "shard" if is_bound and not report.reads_floats(difference) else "number"
+
+
+def _topics(difference: Difference, report: "Report") -> Iterator[str]:
     """The pieces of advice that a difference calls for."""
     kind = difference.kind
-    if kind == "constant" and difference.formula:
-        yield "shard"
+    if kind == "constant":
+        yield _constant_topic(difference, report)
     elif kind == "inputs" and difference.what == "change in place":
         yield "change in place"
     elif kind == "group" and "same ranks" in difference.what:
@@ -517,6 +555,15 @@ class Report:
         if summary is None or set(self.variants[number].ranks) <= set(members):
             return ""
         return f" on rank {summary.rank}" if summary.rank else " on one of them"
+
+    def reads_floats(self, difference: Difference) -> bool:
+        """Whether the first tensor that a matched node reads is one of floating point numbers, as no index is."""
+        assert self.reference_graph is not None  # else there is no difference
+        body = self.reference_graph.body
+        for name in filter(None, difference.body.split(".")):
+            body = body.bodies[name]
+        read = next((each.producer for each in difference.node.arguments if each.producer is not None), None)
+        return read is not None and re.match(r"b?f\d", body.nodes[read].dtype) is not None
 
     def value(self, difference: Difference, number: int) -> str | None:
         """A difference's side in this variant; None if it doesn't have the node."""

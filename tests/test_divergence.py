@@ -495,6 +495,45 @@ def test_what_is_advised_for_shard_offsets_gives_one_graph():
     assert [re.sub("rank = [03]", "", text) for text in texts[1:]] == [re.sub("rank = [03]", "", texts[0])]
 
 
+BUFFER, TENSOR, EQUAL, PAD = (
+    "register_buffer",
+    "Pass it in as a tensor",
+    "that no tensor can stand for",
+    "Pad to the same",
+)
+
+
+@pytest.mark.parametrize(
+    ("statement", "of_rank", "advice"),
+    [
+        ("y = torch.ops.aten.ge.Scalar(tokens, {})", lambda rank: 100 * rank, BUFFER),
+        ("y = torch.ops.aten.sub.Tensor(tokens, {})", lambda rank: 100 * rank, BUFFER),
+        ("y = tokens < {}", lambda rank: 100 * (rank + 1), BUFFER),
+        ("y = torch.ops.aten.sub.Tensor(x, {})", lambda rank: 100 * rank, TENSOR),
+        ("y = torch.ops.aten.mul.Tensor(x, {})", lambda rank: 10 * rank + 7, TENSOR),
+        ("y = torch.ops.aten.add.Tensor(tokens, {})", lambda rank: 10 * rank, TENSOR),
+        ("y = torch.ops.aten.select.int(x, 0, {})", lambda rank: rank, TENSOR),
+        ('y: "f32[4]" = torch.ops.aten.slice.Tensor(x, 0, {}, 9)', lambda rank: 4 * rank, TENSOR),
+        ("y = torch.ops.aten.mul.Tensor(x, {})", lambda rank: [0.3, 0.1, 0.7, 0.2][rank], "or pass it in as a tensor"),
+        ("y = torch.ops.aten.slice.Tensor(x, 0, 0, {})", lambda rank: rank + 3, PAD),
+        ("y = torch.ops.aten.constant_pad_nd.default(x, [0, {}])", lambda rank: 13 - rank, PAD),
+        ("y = torch.ops.aten.view.default(x, [{}, 4])", lambda rank: 2 * rank + 2, PAD),
+        ("y = torch.ops._c10d_functional.all_reduce.default(x, '{}', '0')", lambda rank: "max" if rank else "sum", EQUAL),
+        ("y = torch.ops.aten.native_layer_norm.default(x, [16], None, None, {})", lambda rank: 1 / (rank + 1), EQUAL),
+        ("y = torch.ops.aten.dropout.default(x, 0.5, {})", lambda rank: rank > 1, EQUAL),
+    ],
+)  # fmt: skip
+def test_what_to_do_about_a_constant_depends_on_what_it_is_for(statement, of_rank, advice):
+    texts = [
+        small(f"{statement.format(of_rank(rank))}\nz = y.sin()\nw = z.cos()\nreturn (w,)",
+              inputs='x: "f32[16, 16]", tokens: "i64[16]"')
+        for rank in range(4)
+    ]  # fmt: skip
+    text = " ".join(report_of(texts).text().split())
+    given = [words for words in (BUFFER, TENSOR, EQUAL, PAD, "or pass it in as a tensor") if words in text]
+    assert given == [advice], text
+
+
 @pytest.mark.parametrize(
     ("values", "groups", "formula"),
     [
