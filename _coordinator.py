@@ -140,7 +140,7 @@ class Server:
         self._secret = config.secret.encode()
         self._world_size = int(config.facts["world_size"])
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, config.timeout_s)
-        self._splits = Splits(config.timeout_s, bool(config.debug), self._consensus.is_waiting)
+        self._splits = Splits(config.timeout_s, bool(config.debug), self._oldest_waiting)
         self._reports = _reports_in(config.debug) if config.debug else None
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
@@ -525,10 +525,15 @@ class Server:
         if decisions:
             self._answer(decisions, now)
         if self._splits.has_open_plans:
-            # A rank whose vote was answered FAT goes on, and may still come to the exchanges that wait for it.
-            fat = any(decision.request is cast and decision.outcome is Outcome.FAT for decision in decisions)
-            if not fat:
-                self._reply(self._splits.note_vote(connection.rank))
+            self._reply(self._splits.note_vote(connection.rank))
+
+    def _oldest_waiting(self, rank: int) -> int | None:
+        """The number of a rank's oldest vote that has no answer, or None."""
+        connection = self._of_rank.get(rank)
+        if connection is None or not self._consensus.is_waiting(rank):
+            return None
+        cells = [cell for group in connection.groups.values() for cell in group.cells.values()]
+        return min((cell.voters[rank].request[1] for cell in cells if rank in cell.voters), default=None)
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
         split: dict[str, list[Decision]] = {}

@@ -13,10 +13,16 @@ That takes some rounds, each a gathering of all the ranks of the component, answ
     AGREE       whether all gave the same digest
 
 Only a yes in AGREE lets anybody run anything fat. An exchange is called off for all, in one step, as soon as it can't
-complete: spans differ, a rank does not take part, says that it can't go on, is lost, or has still to come but has gone
-past or is blocked in another vote; or once the coordinator's timeout has passed since the split, whichever ranks take
-part and whatever their own timeouts are. The ranks run skinny then, as they would without it; waiting for a rank to
-come to a plan never makes a cycle of waits.
+complete: spans differ, a rank does not take part, says that it can't go on, is lost, has gone past, or is blocked
+elsewhere; or once the coordinator's timeout has passed since the split, whichever ranks take part and whatever their
+own timeouts are. The ranks run skinny then, as they would without it.
+
+*No cycle of waits.* A rank may have several votes under way. It is taken to wait for their answers, and to go through
+the exchanges that they were promised, in the order in which it cast them. So a rank that an exchange lacks is blocked by
+any vote of its without an answer and by any other exchange; one that is in it, by those of its earlier votes. An
+exchange is called off if it waits for a rank that is blocked by a vote (whom that waits for is not known here), or,
+through other exchanges, for itself. It goes on to wait for a rank that is merely behind, or in an exchange that will
+end. What a rank does in another order the timeout ends.
 
 *The report.* So that the difference can be explained, one graph is asked for each distinct fingerprint, of one rank. A
 rank that was asked and does not send it keeps others from being asked for `GRAPH_WITHIN_S`. A set of fingerprints is
@@ -25,7 +31,7 @@ explained again only where graphs of it have come in since: a job may split at e
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 if __package__:
@@ -56,7 +62,7 @@ _RANK = struct.Struct("!I")
 
 
 class SplitVote(NamedTuple):
-    """One vote that was answered SPLIT. `number` is the rank's own number of it."""
+    """One vote that was answered SPLIT. `number` is the rank's own number of it; they rise."""
 
     rank: int
     number: int
@@ -97,6 +103,7 @@ class Record:
         "round",
         "spans",
         "votes",
+        "waits_for",
     )
 
     def __init__(self, number: int, reason: str, kept_until: float) -> None:
@@ -110,6 +117,7 @@ class Record:
         # The exchange: open until it is agreed or called off.
         self.plan = True
         self.promised: list[int] = []  # ranks that wait for its outcome
+        self.waits_for: set[int] = set()  # other exchanges, in which ranks are blocked for it; some may have ended
         self.reference = -1
         self.round = REFERENCE
         self.heard: set[int] = set()
@@ -147,14 +155,14 @@ class _Asked(NamedTuple):
 class Splits:
     """The split components of a job, and their exchanges."""
 
-    def __init__(self, timeout_s: float, explain: bool, is_waiting: Callable[[int], bool]) -> None:
+    def __init__(self, timeout_s: float, explain: bool, oldest_waiting: Callable[[int], int | None]) -> None:
         """
         Args:
             timeout_s: how long after the split an exchange may take, in seconds: the coordinator's timeout.
             explain: whether graphs are asked for and reports made.
-            is_waiting: whether a rank waits for the answer to a vote, so that it can't come to an exchange.
+            oldest_waiting: the number of a rank's oldest vote that has no answer, or None.
         """
-        self._is_waiting = is_waiting
+        self._oldest_waiting = oldest_waiting
         self._timeout_s = timeout_s
         self._explain = explain
         self._records: dict[int, Record] = {}
@@ -191,8 +199,8 @@ class Splits:
         for other in met[1:]:
             replies += self._call_off(other, "its ranks met those of another split")
             replies += self._call_off(record, "its ranks met those of another split")
-        if record.plan and (why_not := self._why_not_all_come(record, record.missing - waited_for)):
-            replies += self._call_off(record, why_not)
+        if record.plan:
+            replies += self._call_off(record, self._why_not_all_come(record, votes, record.missing - waited_for))
         if record.plan:
             record.promised += [vote.rank for vote in votes]
             if not record.missing:
@@ -201,11 +209,11 @@ class Splits:
         return record, replies
 
     def note_vote(self, rank: int) -> list[Reply]:
-        """A rank has cast a vote and waits for its answer, or in an exchange of it: others can't wait for it."""
+        """A rank has cast a vote: exchanges that lack it are called off if it has gone past them, or has to wait."""
         replies: list[Reply] = []
         for record in self._open_plans():
             if rank in record.missing:
-                replies += self._call_off(record, f"rank {rank} voted elsewhere")
+                replies += self._call_off(record, self._why_not_come(record, [rank]))
         return replies
 
     def drop_rank(self, rank: int) -> list[Reply]:
@@ -375,24 +383,63 @@ class Splits:
         for span in record.spans:
             if vote.rank in span[0].members and span not in vote.spans:
                 why_not = why_not or "spans differ"
-        return self._call_off(record, why_not) if why_not else []
+        return self._call_off(record, why_not)
 
-    def _why_not_all_come(self, record: Record, ranks: set[int]) -> str:
-        """Which of these missing ranks have gone past, or are blocked in a vote or another exchange; empty if none."""
-        past = {
+    def _why_not_all_come(self, record: Record, votes: Sequence[SplitVote], new: Collection[int]) -> str:
+        """Why the record, with these votes, can't wait for its ranks, `new` being those that it lacks since then; empty
+        if it can."""
+        if why_not := self._why_not_come(record, new):
+            return why_not
+        for vote in votes:
+            oldest = self._oldest_waiting(vote.rank)
+            if oldest is not None and oldest < vote.number:
+                return f"rank {vote.rank} can't go on: blocked in an earlier vote"
+        for other in self._open_plans():
+            if other is not record:
+                self._note_waits(record, votes, new, other)
+        return "its ranks are in an exchange that waits for it" if self._waits_for_itself(record) else ""
+
+    def _why_not_come(self, record: Record, missing: Collection[int]) -> str:
+        """Which of these missing ranks have gone past the record, or are blocked in a vote; empty if none."""
+        past = [
             rank
-            for group, start, _ in record.spans
-            for rank in ranks & group.members
-            if group.frontier.get(rank, 0) > start
-        }
+            for rank in missing
+            if any(rank in group.members and group.frontier.get(rank, 0) > start for group, start, _ in record.spans)
+        ]
         if past:
             return f"{format_ranks(past)} went on without it"
-        elsewhere = {rank for other in self._open_plans() if other is not record for rank in other.promised}
-        blocked = [rank for rank in ranks if rank in elsewhere or self._is_waiting(rank)]
-        return f"{format_ranks(blocked)} can't come: blocked in a vote or another exchange" if blocked else ""
+        blocked = [rank for rank in missing if self._oldest_waiting(rank) is not None]
+        return f"{format_ranks(blocked)} can't come: blocked in another vote" if blocked else ""
+
+    @staticmethod
+    def _note_waits(record: Record, votes: Sequence[SplitVote], new: Collection[int], other: Record) -> None:
+        """Notes whether these votes, and the ranks lacked since then, make one exchange wait for the other."""
+        if any(rank in other.votes for rank in new):
+            record.waits_for.add(other.number)
+        for vote in votes:
+            theirs = other.votes.get(vote.rank)
+            if theirs is not None and theirs.number < vote.number:
+                record.waits_for.add(other.number)
+            elif theirs is not None or vote.rank in other.missing:
+                other.waits_for.add(record.number)
+
+    def _waits_for_itself(self, record: Record) -> bool:
+        """Whether an exchange waits for itself, through others that are open."""
+        seen: set[int] = set()
+        follow = [record]
+        while follow:
+            for number in follow.pop().waits_for - seen:
+                seen.add(number)
+                other = self._records.get(number)
+                if other is record:
+                    return True
+                if other is not None and other.plan:
+                    follow.append(other)
+        return False
 
     def _call_off(self, record: Record, why: str) -> list[Reply]:
-        if not record.plan:
+        """Unless `why` is empty."""
+        if not (record.plan and why):
             return []
         record.plan = False
         self._forget_if_done(record)

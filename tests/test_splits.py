@@ -2,14 +2,18 @@
 """What follows a split: exchanges that end for everybody at once, and only in a yes that all ranks gave; graphs asked
 for once; records that are forgotten."""
 
+import collections
 import random
+import types
 
 import pytest
 from layout import load
 
 _consensus = load("_consensus")
+_coordinator = load("_coordinator")
 _protocol = load("_protocol")
 _splits = load("_splits")
+_vocabulary = load("_vocabulary")
 
 REFERENCE, SHARE, INTERSECT, AGREE, ABORT = (
     _protocol.REFERENCE,
@@ -26,12 +30,12 @@ class Job:
     """The split components of a job, and what its ranks were told, by rank."""
 
     def __init__(self, timeout_s=TIMEOUT_S, explain=False):
-        self.waiting = set()
-        self.splits = _splits.Splits(timeout_s, explain, lambda rank: rank in self.waiting)
+        self.waiting = {}  # rank -> the number of its oldest vote without an answer
+        self.splits = _splits.Splits(timeout_s, explain, self.waiting.get)
         self.groups = {}
         self.numbers = 0
         self.told = {}
-        self.promised = {}  # rank -> exchange
+        self.promised = set()  # (rank, exchange)
 
     def group(self, *ranks):
         return self.groups.setdefault(ranks, _consensus.Group(ranks))
@@ -46,10 +50,7 @@ class Job:
 
     def add(self, *votes, now=0.0):
         record, replies = self.splits.add(votes, "fingerprints differ", now)
-        for vote in votes:
-            if vote.rank in record.promised:
-                assert vote.rank not in self.promised, "a rank is in one exchange at a time"
-                self.promised[vote.rank] = record.number
+        self.promised |= {(vote.rank, record.number) for vote in votes if vote.rank in record.promised and record.plan}
         self.tell(replies)
         return record
 
@@ -61,10 +62,10 @@ class Job:
 
     def tell(self, replies):
         for reply in replies:
-            assert self.promised.get(reply.rank) == reply.exchange, f"{reply} to a rank that takes no part"
+            assert (reply.rank, reply.exchange) in self.promised, f"{reply} to a rank that takes no part"
             self.told.setdefault(reply.rank, []).append((reply.round, reply.ok, reply.payload))
             if not reply.ok or reply.round == AGREE:
-                del self.promised[reply.rank]
+                self.promised.remove((reply.rank, reply.exchange))
 
     def contribute(self, rank, record, round_number, payload=b""):
         self.tell(self.splits.contribute(rank, record.number, round_number, payload))
@@ -76,7 +77,7 @@ class Job:
     def called_off(self):
         """Why each rank was told to go skinny. Nobody is left without an answer, and nothing is open."""
         told = self.take()
-        assert self.promised == {} and not self.splits.has_open_plans
+        assert not self.promised and not self.splits.has_open_plans
         assert all(len(entries) == 1 and not entries[0][1] for entries in told.values()), told
         return {rank: entries[0][2].decode() for rank, entries in told.items()}
 
@@ -244,27 +245,84 @@ def test_a_missing_rank_votes_elsewhere():
     job = Job()
     world = (0, 1, 2)
     job.add(job.vote(0, [(world, 0, 1)], A), job.vote(1, [(world, 0, 1)], B))
+    for rank in range(3):
+        job.tell(job.splits.note_vote(rank))
+    assert job.take() == {}, "rank 2's vote has been answered, so it may still come"
+    job.waiting |= {0: 7, 2: 8}
     job.tell(job.splits.note_vote(0))
     assert job.take() == {}, "rank 0 has voted here already"
     job.tell(job.splits.note_vote(2))
-    assert job.called_off() == {0: "rank 2 voted elsewhere", 1: "rank 2 voted elsewhere"}
+    why = "rank 2 can't come: blocked in another vote"
+    assert job.called_off() == {0: why, 1: why}
+
+
+def test_a_missing_rank_votes_past_an_exchange_and_is_answered_at_once():
+    job = Job()
+    world = (0, 1, 2)
+    job.add(job.vote(0, [(world, 0, 1)], A), job.vote(1, [(world, 0, 1)], B))
+    job.vote(2, [(world, 1, 2)])
+    job.tell(job.splits.note_vote(2))
+    assert job.called_off() == dict.fromkeys((0, 1), "rank 2 went on without it")
 
 
 def test_a_missing_rank_that_is_blocked_in_a_vote_already():
     job = Job()
-    job.waiting.add(2)
+    job.waiting[2] = 0
     world = (0, 1, 2)
     record = job.add(job.vote(0, [(world, 0, 1)], A), job.vote(1, [(world, 0, 1)], B))
     assert record.promised == [] and job.called_off() == {}
 
 
+def test_a_rank_that_waits_in_an_earlier_vote_does_not_come_to_the_rounds():
+    for later, promised in ((-1, []), (1, [0, 1])):
+        job = Job()
+        votes = [job.vote(rank, [((0, 1), 0, 1)], digest) for rank, digest in enumerate((A, B))]
+        job.waiting[0] = votes[0].number + later
+        assert job.add(*votes).promised == promised
+
+
 def test_exchanges_never_wait_for_each_other():
     job = Job()
-    job.add(job.vote(0, [((0, 1, 2), 0, 1)], A), job.vote(1, [((0, 1, 2), 0, 1)], B))
+    first = job.add(job.vote(0, [((0, 1, 2), 0, 1)], A), job.vote(1, [((0, 1, 2), 0, 1)], B))
     second = job.add(job.vote(2, [((0, 2, 3), 0, 1)], A), job.vote(3, [((0, 2, 3), 0, 1)], B))
-    assert second.promised == [], "rank 0 is blocked in the first"
+    assert second.promised == [], "rank 0 is blocked in the first, which waits for rank 2"
     job.tell(job.splits.note_vote(2))
-    assert set(job.called_off()) == {0, 1}
+    assert job.take() == {}, "rank 2 is free to come"
+    job.add(job.vote(2, [((0, 1, 2), 0, 1)], B))
+    assert job.take() == {rank: [(REFERENCE, True, bytes([0, 0, 0, 1]))] for rank in range(3)}
+    assert job.splits._records[first.number].plan
+
+
+def test_exchanges_never_wait_for_each_other_through_a_third():
+    job = Job()
+    for ranks in ((0, 1), (1, 2)):
+        assert job.add(job.vote(ranks[0], [(ranks, 0, 1)])).promised == [ranks[0]]
+    assert job.add(job.vote(2, [((2, 0), 0, 1)])).promised == []
+
+
+@pytest.mark.parametrize("answered", [[0, 1], [1, 0]])
+def test_an_exchange_whose_ranks_are_all_in_never_waits_for_one_that_waits_for_it(answered):
+    """Rank 0 has two votes under way, and goes through their exchanges in order; rank 2 casts one after the other."""
+    job = Job()
+    votes = [job.vote(0, [(group, 0, 1)], A) for group in ((0, 1, 2), (0, 2))]
+    assert [job.add(votes[place]).promised for place in answered] == [[0], [0]]
+    job.add(job.vote(2, [((0, 2), 0, 1)], B))
+    assert job.take() == {0: [(ABORT, False, b"its ranks are in an exchange that waits for it")]}
+    job.add(job.vote(2, [((0, 1, 2), 0, 1)], B))
+    job.add(job.vote(1, [((0, 1, 2), 0, 1)], B))
+    assert [entries[0][:2] for entries in job.take().values()] == [(REFERENCE, True)] * 3
+
+
+def test_a_rank_may_be_on_its_way_through_earlier_exchanges():
+    """The votes of two graphs are cast at once, on one rank after the other."""
+    job = Job()
+    world = (0, 1, 2, 3)
+    for rank in world:
+        for start in range(2):
+            record = job.add(job.vote(rank, [(world, start, start + 1)], bytes([rank]) * 16))
+            job.tell(job.splits.note_vote(rank))
+            assert record.promised[-1] == rank
+    assert job.take() == {rank: [(REFERENCE, True, bytes(4))] * 2 for rank in world}
 
 
 def test_two_splits_that_turn_out_to_be_one():
@@ -608,6 +666,7 @@ def test_simulation_every_promise_is_kept():
 def _simulate(rng, outcomes):
     size = rng.choice((2, 3, 4, 6))
     faults = rng.choice((0.0, 0.05, 0.3))
+    is_ahead = rng.random() < 0.5  # votes are cast without waiting
     job = Job()
     groups = [tuple(range(size))]
     if size >= 4:
@@ -623,8 +682,11 @@ def _simulate(rng, outcomes):
         if record is not None:
             records[record.number] = record
             members.setdefault(record.number, set()).update(
-                rank for rank, number in job.promised.items() if number == record.number
+                rank for rank, number in job.promised if number == record.number
             )
+
+    def promised_to(rank):
+        return [number for other, number in job.promised if other == rank]
 
     def tell(replies):
         yes = {reply.exchange for reply in replies if reply.ok and reply.round == AGREE and reply.payload == b"\x01"}
@@ -640,7 +702,7 @@ def _simulate(rng, outcomes):
     for _ in range(rng.randrange(5, 120)):
         now += rng.choice((0.0, 0.1, 5.0))
         event = rng.random()
-        free = [rank for rank in range(size) if rank not in job.promised and rank not in lost]
+        free = [rank for rank in range(size) if rank not in lost and (is_ahead or not promised_to(rank))]
         if event < 0.2 and free:
             group = rng.choice(groups)
             voters = [rank for rank in group if rank in free and rng.random() < 0.9]
@@ -662,8 +724,8 @@ def _simulate(rng, outcomes):
                     if together:
                         record, replies = job.splits.add(together, "differs", now)
                         for vote in together:
-                            if vote.rank in record.promised:
-                                job.promised[vote.rank] = record.number
+                            if vote.rank in record.promised and record.plan:
+                                job.promised.add((vote.rank, record.number))
                         absorb(record)
                         tell(replies)
                         for vote in together:
@@ -673,8 +735,8 @@ def _simulate(rng, outcomes):
         elif event < 1.0 - faults:
             if not job.promised:
                 continue
-            rank = rng.choice(sorted(job.promised))
-            record = records[job.promised[rank]]
+            rank, number = rng.choice(sorted(job.promised))
+            record = records[number]
             in_step = record.round if record.round != REFERENCE else None
             if in_step == SHARE and rank != record.reference:
                 in_step = None
@@ -691,15 +753,163 @@ def _simulate(rng, outcomes):
             rank = rng.randrange(size)
             lost.add(rank)
             tell(job.splits.drop_rank(rank))
-            job.promised.pop(rank, None)
+            job.promised -= {(rank, number) for number in promised_to(rank)}
         elif event < 1.0 - 0.2 * faults:
             rank = rng.randrange(size)
-            if rank not in job.promised:
+            if not promised_to(rank):
+                job.waiting[rank] = job.numbers
                 tell(job.splits.note_vote(rank))
+                if rng.random() < 0.5:
+                    job.waiting.clear()
         else:
             tell(job.splits.expire(now))
         assert len(job.splits._records) <= _splits.MAX_RECORDS
     # Healed: time alone brings everybody the answer.
     tell(job.splits.expire(now + TIMEOUT_S))
-    assert job.promised == {}, f"promised and never told: {job.promised}"
+    assert job.promised == set(), f"promised and never told: {job.promised}"
     assert not job.splits.has_records
+
+
+class PlayedRank:
+    """A rank that casts its votes, some of them ahead, and goes through what they are promised in their order.
+
+    `votes` are (group's number, start, digest, flags). It talks to a server without a socket between them."""
+
+    def __init__(self, rank, server, groups, votes, ahead):
+        self.server = server
+        self.connection = _coordinator._Connection(None, "", 0.0)
+        self.connection.rank = rank
+        self.connection.groups = dict(enumerate(groups))
+        server._of_rank[rank] = self.connection
+        self.decoder = _protocol.Decoder(_protocol.MAX_FRAME_BYTES)
+        self.votes = votes
+        self.ahead = ahead
+        self.cast = self.done = self.events = self.plans = 0
+        self.verdicts = {}
+        self.results = {}
+        self.called_off = []
+        self.goes_on = self._go_on()
+
+    def may_cast(self):
+        return self.cast < min(len(self.votes), self.done + self.ahead)
+
+    def cast_next(self):
+        group, start, digest, flags = self.votes[self.cast]
+        self.cast += 1
+        self.events += 1
+        self.server._vote(self.connection, self.cast, flags, digest, [(group, start, start + 1)])
+
+    def receive(self, data):
+        self.events += 1
+        self.decoder.feed(data)
+        while (message := self.decoder.next_message()) is not None:
+            if isinstance(message, _protocol.Verdict):
+                assert message.outcome in (_protocol.FAT, _protocol.SPLIT)
+                self.verdicts[message.vote] = message.exchange
+                if message.exchange:
+                    self.results[message.exchange] = collections.deque()
+            elif isinstance(message, _protocol.Result):
+                self.results[message.exchange].append(message)
+
+    def _go_on(self):
+        for number in range(1, len(self.votes) + 1):
+            while number not in self.verdicts:
+                yield
+            if self.verdicts[number]:
+                yield from self._look_for_plan(self.verdicts[number])
+            self.done += 1
+            self.events += 1
+
+    def _look_for_plan(self, exchange):
+        is_reference = False
+        for round_number in (REFERENCE, SHARE, INTERSECT, AGREE):
+            if round_number in (INTERSECT, AGREE) or (round_number == SHARE and is_reference):
+                replies = self.server._splits.contribute(self.connection.rank, exchange, round_number, b"plan")
+                self.server._reply(replies)
+            if round_number == SHARE and is_reference:
+                continue
+            while not self.results[exchange]:
+                yield
+            result = self.results[exchange].popleft()
+            if not result.ok:
+                self.called_off.append(result.payload.decode())
+                return
+            is_reference |= round_number == REFERENCE and result.payload == bytes([0, 0, 0, self.connection.rank])
+        self.plans += 1
+
+
+def _play(rng, monkeypatch, groups, programs, most_ahead):
+    """Ranks run their programs, each at its own pace, until all have ended, in a time in which nothing times out."""
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(_coordinator, "time", clock)
+    config = _coordinator.Config(0, {"world_size": len(programs)}, "", 1000.0, "")
+    server = _coordinator.Server(None, None, config, None)
+    server._selector.close()
+    lines = [server._consensus.group(_vocabulary.ProcessGroupId(group)) for group in groups]
+    ranks = [
+        PlayedRank(rank, server, lines, votes, rng.randrange(1, most_ahead + 1)) for rank, votes in enumerate(programs)
+    ]
+    server._send = lambda connection, data: ranks[connection.rank].receive(data)
+    paces = [rng.choice((0.05, 0.3, 1.0)) for _ in ranks]
+    while any(rank.done < len(rank.votes) for rank in ranks):
+        before = sum(rank.events for rank in ranks)
+        for rank, pace in zip(ranks, paces, strict=True):
+            while rank.may_cast() and rng.random() < pace:
+                rank.cast_next()
+            next(rank.goes_on, None)
+        if before == sum(rank.events for rank in ranks) and not any(rank.may_cast() for rank in ranks):
+            clock.now += _consensus.CYCLE_GRACE_S
+            waiting = {place: (rank.done, rank.cast) for place, rank in enumerate(ranks)}
+            assert clock.now < 100, f"a cycle of waits: {waiting}, {programs}"
+            server._look_at_the_clock(clock.now)
+    assert not server._splits.has_open_plans
+    return ranks
+
+
+def test_no_plan_is_lost_by_timing(monkeypatch):
+    """All ranks take part in all plans, of graphs that all differ: whatever their pace, and however far they are
+    ahead, none is called off."""
+    for seed in range(150):
+        rng = random.Random(seed)
+        world = tuple(range(rng.choice((2, 3, 4, 6))))
+        variants = [0, 1, *(rng.randrange(3) for _ in world[2:])]
+        flags = [rng.choice((0, _protocol.PARTIAL, _protocol.PARTIAL)) for _ in range(6)]
+        programs = [[(0, start, bytes([variants[rank]]) * 16, flags[start]) for start in range(6)] for rank in world]
+        for rank in _play(rng, monkeypatch, [world], programs, most_ahead=4):
+            assert (rank.called_off, rank.plans) == ([], sum(map(bool, flags))), f"seed {seed}"
+
+
+def test_nobody_waits_in_a_cycle_that_an_exchange_is_in(monkeypatch):
+    """Ranks meet their groups in orders of their own, with several votes under way: only votes that wait for one
+    another cost time, as they do without exchanges."""
+    plans, called_off = 0, collections.Counter()
+    for seed in range(300):
+        rng = random.Random(seed)
+        size = rng.choice((3, 4, 5))
+        groups = [tuple(sorted(rng.sample(range(size), rng.randrange(2, size + 1)))) for _ in range(4)]
+        groups = list(dict.fromkeys(groups))
+        equal = rng.choice((0.0, 0.5, 0.9))
+        programs = []
+        shuffled = rng.random() < 0.7
+        common = [place for place in range(len(groups)) for _ in range(3)]
+        rng.shuffle(common)
+        for rank in range(size):
+            order = [place for place in common if rank in groups[place]]
+            if shuffled:
+                rng.shuffle(order)
+            starts = dict.fromkeys(order, 0)
+            votes = []
+            for place in order:
+                digest = A if rng.random() < equal else bytes([rank]) * 16
+                votes.append((place, starts[place], digest, _protocol.PARTIAL))
+                starts[place] += 1
+            programs.append(votes)
+        try:
+            for rank in _play(rng, monkeypatch, groups, programs, most_ahead=4):
+                plans += rank.plans
+                called_off.update(rank.called_off)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    for reason in ("blocked in another vote", "exchange that waits for it"):
+        assert sum(count for text, count in called_off.items() if reason in text) > 10, (reason, called_off)
+    assert plans > 1000
