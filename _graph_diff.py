@@ -218,6 +218,10 @@ def unseen_attributes(body: Body) -> set[str]:
     return unseen.union(*map(unseen_attributes, body.bodies.values()))
 
 
+# Operations that are never matched with another.
+_ONLY_WITH_LIKE = ("placeholder", "output", "get_attr")
+
+
 def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
     """By all that the nodes are; in the gaps by operation; in gaps of as many nodes on both sides, as they come."""
     anchors = align(a.strict, b.strict)
@@ -230,10 +234,8 @@ def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
             if high - low == other_high - other_low:
                 for k in range(high - low):
                     i, j = start + low + k, other_start + other_low + k
-                    keys = (a.weak[i], b.weak[j])
-                    if not {*keys} & {"placeholder", "output", "get_attr"} and not any(
-                        isinstance(k, _Issued) for k in keys
-                    ):
+                    either = (a.weak[i], b.weak[j])
+                    if not any(key in _ONLY_WITH_LIKE or isinstance(key, _Issued) for key in either):
                         weak.append((i, j))
         pairs.extend(weak)
     return sorted(pairs + anchors)
@@ -265,7 +267,7 @@ def _issued(node: Node, groups: Mapping[str, list[int]], by_layout: bool) -> _Is
         where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
     elif ranks:
         where += f" = {format_ranks(ranks)}"
-    return _Issued(node.target, f"{short_target(node.target).split('.')[-2:][0]}({', '.join(constants)}){where}")
+    return _Issued(node.target, f"{short_target(node.target).split('.')[1]}({', '.join(constants)}){where}")
 
 
 # The collectives of both sides by position, where they are the same but for their order.
@@ -406,7 +408,7 @@ class _Comparer:
                 )
                 for keys, issued in zip((a_keys, b_keys), order, strict=True)
             )
-        part = None if path else _part(a, b) or _part(b, a)
+        part = None if path or order is not None else _part(a, b) or _part(b, a)
         pairs = _align_bodies(a_keys, b_keys) if part is None else part.pairs(is_reference=part.longer is a)
         to_other = dict(pairs)
         to_reference = {j: i for i, j in pairs}
@@ -439,7 +441,7 @@ class _Comparer:
         else:
             self.dropped += 1
 
-    def _add_break(self, comparison: BodyComparison, part: "_Part") -> None:
+    def _add_break(self, comparison: BodyComparison, part: _Part) -> None:
         is_reference = part.longer is comparison.reference
         rest = [part.longer.nodes[k] for k in part.rest]
         first = next((node.user_source for node in rest if node.user_source is not None), None)

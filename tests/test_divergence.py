@@ -518,7 +518,7 @@ BUFFER, TENSOR, EQUAL, PAD = (
         ("y = torch.ops.aten.slice.Tensor(x, 0, 0, {})", lambda rank: rank + 3, PAD),
         ("y = torch.ops.aten.constant_pad_nd.default(x, [0, {}])", lambda rank: 13 - rank, PAD),
         ("y = torch.ops.aten.view.default(x, [{}, 4])", lambda rank: 2 * rank + 2, PAD),
-        ("y = torch.ops._c10d_functional.all_reduce.default(x, '{}', '0')", lambda rank: "max" if rank else "sum", EQUAL),
+        ("y = torch.ops._c10d_functional.all_reduce(x, '{}', '0')", lambda rank: "max" if rank else "sum", EQUAL),
         ("y = torch.ops.aten.native_layer_norm.default(x, [16], None, None, {})", lambda rank: 1 / (rank + 1), EQUAL),
         ("y = torch.ops.aten.dropout.default(x, 0.5, {})", lambda rank: rank > 1, EQUAL),
     ],
@@ -756,6 +756,19 @@ def test_a_place_in_the_order_is_told_from_the_other_side_s():
     assert orders
     for difference in orders:
         assert difference.reference not in difference.values.values()
+
+
+@pytest.mark.parametrize("rest", ["", "\nd = c.exp()\ne = d.log()"])
+def test_an_order_without_overloads_or_sources_or_where_more_differs(rest):
+    texts = []
+    for (first, second), more in ((("sum", "max"), ""), (("max", "sum"), rest)):
+        lines = [f"{name} = torch.ops._c10d_functional.all_reduce({of}, '{how}', '0')"
+                 for name, of, how in (("b", "x", first), ("c", "b", second))]  # fmt: skip
+        texts.append(small("\n".join(lines) + f"{more}\nreturn ({'e' if more else 'c'},)"))
+    report = report_of(texts)
+    kinds = [difference.kind for difference in report.differences]
+    assert kinds == ["order of collectives", *(["added node"] if rest else [])]
+    assert "rank 1: all_reduce('max') on '0', then all_reduce('sum') on '0'\n" in report.text()
 
 
 def test_a_group_is_said_to_be_of_the_rank_whose_text_it_is():
