@@ -5,7 +5,8 @@ After a split one rank of the component, the reference, shares the keys of its n
 ranks speak of *places*: a place is a position in the reference's graph. Four steps lead to a plan:
 
 1. `match`: each rank aligns its own nodes with the reference's. Nodes match when their own content is equal and they
-   read values that correspond. The places that matched on every rank are the *common* ones.
+   read values that correspond. Where the order of independent nodes is all that differs, a rank takes the reference's
+   order for its own (`follow`). The places that matched on every rank are the *common* ones.
 2. `constraints`: given the common places, each rank says before which of them it has to run something of its own, and
    which of their values something of its own reads. The union over the ranks binds everybody.
 3. `make_segments`: both steps ended with what all ranks know alike, so all cut alike. Common places that no cut parts
@@ -17,15 +18,18 @@ ranks speak of *places*: a place is a position in the reference's graph. Four st
 
 No collective ever changes its place among this rank's collectives, so a plan keeps the order that the user's program
 has. Nothing moves but these: a wait goes up to its collective; a `getitem` goes up to the node whose result it takes
-apart; a node without effect that reads only inputs, or that only this rank's outputs need, goes before the first or
-after the last segment instead of cutting one, if no mutation and no change of autocast or grad mode lies on its way.
+apart; a node without effect goes where the reference has it, or, if it reads only inputs or only this rank's outputs
+need it, before the first or after the last segment instead of cutting one. None goes past what it reads or is read by,
+nor past a mutation or a change of autocast or grad mode.
 
 Needs torch, which is imported inside the functions.
 """
 
 import array
 import contextlib
+import copy
 import hashlib
+import heapq
 import logging
 import operator
 import struct
@@ -155,11 +159,12 @@ class OwnGraph:
         barriers: True for a node that nothing may be moved across: a mutation, a change of autocast or grad mode.
         describe: what one value is (shape, stride, dtype, …), as text, by position.
         modes: of each node that changes autocast or grad mode, the entries into modes that are in force after it.
+        order: where in the graph each node is: its position, unless `in_order` made this.
     """
 
     __slots__ = (
         *("_graph_module", "_nodes", "_plans"),
-        *("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "pinned"),
+        *("barriers", "collectives", "describe", "inputs", "keys", "leaders", "modes", "order", "pinned"),
     )
 
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str = "exact") -> None:
@@ -183,17 +188,17 @@ class OwnGraph:
         canonical = _graph.canonical_nodes(graph_module, groups)
         if len(canonical) != len(nodes):
             raise PlanError(f"{len(nodes)} nodes in the graph, {len(canonical)} canonical ones")
-        self.keys: list[bytes] = [
-            item.alignment if _takes_part(node) else _NO_KEY for node, item in zip(nodes, canonical, strict=True)
-        ]
         self.inputs: list[tuple[int, ...]] = [item.inputs for item in canonical]
         self.leaders = _leaders(nodes)
         self.pinned = [item.has_effect for item in canonical]
         self.collectives = _collectives(nodes, self.pinned)
+        keys = [item.alignment if _takes_part(node) else _NO_KEY for node, item in zip(nodes, canonical, strict=True)]
+        self.keys = _numbered(keys, self.collectives)
         self.barriers = [
             pinned and not _keeps_only_its_order(node) for node, pinned in zip(nodes, self.pinned, strict=True)
         ]
         self.modes = _modes(nodes, self.pinned)
+        self.order = list(range(len(nodes)))
         sizes = _size_inputs(nodes)
         self.describe: Callable[[int], str] = lambda position: _describe(nodes[position], sizes)
 
@@ -203,6 +208,22 @@ class OwnGraph:
 
     def takes_part(self, position: int) -> bool:
         return self.keys[position] != _NO_KEY
+
+    def in_order(self, order: list[int]) -> "OwnGraph":
+        """The same graph, its nodes in another order that it may run in, for all steps up to `make_segments`."""
+        index_of = {position: index for index, position in enumerate(order)}
+        ordered = copy.copy(self)
+        ordered.order = order
+        ordered.keys = [self.keys[position] for position in order]
+        ordered.inputs = [tuple([index_of[source] for source in self.inputs[position]]) for position in order]
+        ordered.leaders = [index_of[self.leaders[position]] for position in order]
+        ordered.pinned = [self.pinned[position] for position in order]
+        ordered.collectives = [self.collectives[position] for position in order]
+        ordered.barriers = [self.barriers[position] for position in order]
+        ordered.modes = {
+            index_of[change]: tuple([index_of[entry] for entry in active]) for change, active in self.modes.items()
+        }
+        return ordered
 
     def plan(self, segments: tuple[Segment, ...]) -> Plan:
         """The plan of these segments: the same one each time.
@@ -223,6 +244,20 @@ class OwnGraph:
 
 
 # ---------------------------------------------------------------------- keys
+
+
+def _numbered(keys: Sequence[bytes], collectives: Sequence[dict[Any, int]]) -> list[bytes]:
+    """The keys, those of collectives with the number of each on its groups: the third of one rank meets the third of
+    another, however much the second is like it."""
+    numbered = list(keys)
+    issued: dict[Any, int] = {}
+    for position, groups in enumerate(collectives):
+        if groups:
+            place = repr([issued.get(group, 0) for group in groups]).encode()
+            numbered[position] = hashlib.blake2b(keys[position] + place, digest_size=_KEY_BYTES).digest()
+            for group, number in groups.items():
+                issued[group] = issued.get(group, 0) + number
+    return numbered
 
 
 def node_keys(own: OwnGraph) -> bytes:
@@ -343,6 +378,70 @@ def match(reference: Reference, own: OwnGraph) -> list[int]:
     _release_preparations(own, matched)
     _drop_torn_units(reference, own, matched)
     return matched
+
+
+def follow(reference: Reference, own: OwnGraph) -> tuple[OwnGraph, list[int]]:
+    """This rank's graph, in an order that has more in common with the reference's if there is one; and its `match`."""
+    matched = match(reference, own)
+    to_own = {place: position for place, position in enumerate(matched) if position >= 0}
+    followed = {leader for position, leader in enumerate(own.leaders) if leader != position}
+    movable = {
+        (own.keys[position], own.inputs[position]): position
+        for position in {*range(len(own.keys))}.difference(to_own.values(), followed)
+        if own.takes_part(position) and own.leaders[position] == position and not own.pinned[position]
+    }
+    wishes: dict[int, tuple[int, int]] = {}
+    anchor = -1
+    for place, key in enumerate(reference.keys):
+        if matched[place] >= 0:
+            anchor = matched[place]
+            continue
+        # What is not known to correspond is mostly an input, and those mostly are at the same places.
+        inputs = tuple([to_own.get(source, source) for source in reference.inputs[place]])
+        position = movable.pop((key, inputs), -1)
+        if position >= 0:
+            to_own[place] = position
+            wishes[position] = (anchor, place)
+    if wishes:
+        ordered = own.in_order(_reorder(own, wishes))
+        matched_in_order = match(reference, ordered)
+        if matched_in_order.count(-1) < matched.count(-1):
+            return ordered, matched_in_order
+    return own, matched
+
+
+def _reorder(own: OwnGraph, wishes: dict[int, tuple[int, int]]) -> list[int]:
+    """All positions, in an order that values, effects and barriers allow. A position with a wish `(other, number)` goes
+    as near as it can to right behind the other one, by number if several do; what has none stays where it was.
+    """
+    unblocks: list[list[int]] = [[] for _ in own.keys]
+    num_blocking: list[int] = []
+    effect = barrier = -1
+    for position in range(len(own.keys)):
+        blocking = {own.leaders[position], *own.inputs[position], barrier}
+        if own.pinned[position]:
+            blocking.add(effect)
+            effect = position
+        if own.barriers[position]:
+            blocking.update(range(barrier + 1, position))
+            barrier = position
+        blocking -= {position, -1}
+        num_blocking.append(len(blocking))
+        for other in blocking:
+            unblocks[other].append(position)
+    ready = [
+        (wishes.get(position, (position, -1)), position) for position, number in enumerate(num_blocking) if not number
+    ]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, position = heapq.heappop(ready)
+        order.append(position)
+        for other in unblocks[position]:
+            num_blocking[other] -= 1
+            if not num_blocking[other]:
+                heapq.heappush(ready, (wishes.get(other, (other, -1)), other))
+    return order
 
 
 def _release_preparations(own: OwnGraph, matched: list[int]) -> None:
@@ -530,7 +629,13 @@ def make_segments(
             segments.append(Segment(FAT, tuple(positions), outputs, num_collectives))
         else:
             segments.extend(_separate(own.leaders, own.collectives, positions))
-    return tuple(segments)
+    in_graph = own.order.__getitem__
+    return tuple(
+        [
+            each._replace(positions=tuple(map(in_graph, each.positions)), outputs=tuple(map(in_graph, each.outputs)))
+            for each in segments
+        ]
+    )
 
 
 def _fat_runs(
@@ -565,9 +670,7 @@ def _fat_runs(
     return [fat_numbers[run] if run >= 0 else -1 for run in run_of], num_fat
 
 
-def _separate(
-    leaders: Sequence[int], collectives: Sequence[dict[Any, int]], positions: Iterable[int]
-) -> list[Segment]:
+def _separate(leaders: Sequence[int], collectives: Sequence[dict[Any, int]], positions: Iterable[int]) -> list[Segment]:
     """Nodes in order as local segments, and one skinny segment for each that issues collectives."""
     pieces: list[list[int]] = []
     piece_of: dict[int, list[int]] = {}
@@ -647,9 +750,7 @@ def _modes_at(own: OwnGraph, position: int) -> list[str]:
 # ---------------------------------------------------------------------- step 4: with the other ranks
 
 
-def agree_on_plan(
-    exchange: PlanRounds, graph: "torch.fx.GraphModule | OwnGraph", groups: str = "exact"
-) -> Plan | None:
+def agree_on_plan(exchange: PlanRounds, graph: "torch.fx.GraphModule | OwnGraph", groups: str = "exact") -> Plan | None:
     """Goes through the rounds with the other ranks of the component.
 
     Args:
@@ -699,19 +800,19 @@ def _common_plan(exchange: PlanRounds, own: OwnGraph) -> Plan | None:
     if keys is None:
         return None
     reference = read_keys(keys)
-    matched = match(reference, own)
+    ordered, matched = follow(reference, own)
     common = exchange.intersect(bitmap(matched))
     if common is None:
         return None
     matched = restrict(matched, common)
-    if not any(position >= 0 and own.collectives[position] for position in matched):
+    if not any(position >= 0 and ordered.collectives[position] for position in matched):
         # So on every rank: a common node issues what the reference's does.
         exchange.abort("the ranks' graphs have no collective in common")
         return None
-    agreed = exchange.intersect(constraints(own, matched))
+    agreed = exchange.intersect(constraints(ordered, matched))
     if agreed is None:
         return None
-    segments = make_segments(reference, own, matched, agreed)
+    segments = make_segments(reference, ordered, matched, agreed)
     if segments is None:
         exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
         return None

@@ -329,6 +329,23 @@ def own_metrics(rank):
     return made(program, matrix())
 
 
+def other_order(rank):
+    """Odd ranks have the independent nodes of each block in the reverse order: next to one another, and far apart."""
+
+    def program(x):
+        for number in range(2):
+            if rank % 2:
+                y = x.tan().exp() + number
+                parts = x.cos(), x.sin()
+            else:
+                parts = tuple(reversed((x.sin(), x.cos())))
+                y = x.tan().exp() + number
+            x = reduce(parts[0] + parts[1]) * y
+        return x
+
+    return made(program, matrix())
+
+
 def returns_an_attribute(rank):
     """Its output returns an attribute that nothing else reads, and an input; a node is called self."""
     graph = torch.fx.Graph()
@@ -371,6 +388,7 @@ PROGRAMS = [
     (random_op, "fat local fat", "local skinny local skinny local"),
     (many_values, "fat local fat", "local skinny local skinny local"),
     (own_metrics, "local fat local", "local skinny local skinny local skinny"),
+    (other_order, "fat", "local skinny local skinny local"),
     (returns_an_attribute, "skinny local fat", "skinny local skinny"),
 ]
 

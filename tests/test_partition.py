@@ -448,7 +448,7 @@ class Program:
                 return index
 
     def variant(self, generator: random.Random, edits: int) -> "Program":
-        """This program with random edits: other content, a node more or less, another value read."""
+        """This program with random edits: other content, a node more or less, another value read, another order."""
         changed = Program.__new__(Program)
         changed.ops = list(self.ops)
         for _ in range(edits):
@@ -456,7 +456,7 @@ class Program:
                 break  # all but the inputs were taken away
             index = generator.randrange(3, len(changed.ops))
             kind, content, reads = changed.ops[index]
-            edit = generator.randrange(4)
+            edit = generator.randrange(5)
             if edit == 0:
                 changed.ops[index] = (kind, content + "'", reads)
             elif edit == 1 and kind in (PURE, RANDOM):
@@ -471,7 +471,19 @@ class Program:
                         changed.ops[index + 1] = (kind, content, [index, *changed.ops[index + 1][2][1:]])
             elif edit == 3 and kind == PURE and reads:
                 changed._remove(index, reads[0])
+            elif edit == 4 and kind == PURE:
+                changed._move_up(index, generator.randrange(1, 6))
         return changed
+
+    def _move_up(self, index: int, most: int) -> None:
+        """Past nodes of any kind but mutations and what it reads."""
+        for at in range(index, max(3, index - most), -1):
+            before, (kind, content, reads) = self.ops[at - 1 : at + 1]
+            if before[0] == MUTATION or at - 1 in reads:
+                break
+            swapped = {at - 1: at, at: at - 1}
+            later = [(k, c, [swapped.get(i, i) for i in r]) for k, c, r in self.ops[at + 1 :]]
+            self.ops = [*self.ops[: at - 1], (kind, content, reads), before, *later]
 
     def _insert(self, at: int, op: tuple[int, str, list[int]]) -> None:
         later = [(kind, content, [i + (i >= at) for i in reads]) for kind, content, reads in self.ops[at:]]
@@ -489,15 +501,17 @@ class Program:
         ops = [*self.ops, (OUTPUT, "output", list(range(max(3, len(self.ops) - 4), len(self.ops))))]
         own = _partition.OwnGraph.__new__(_partition.OwnGraph)
         own.inputs = [tuple(reads) for _, _, reads in ops]
-        own.keys = [
+        keys = [
             bytes(8) if kind in (INPUT, OUTPUT) else content_hash(content, [ops[i][1] for i in reads])
             for kind, content, reads in ops
         ]
         own.leaders = [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
         own.collectives = [{"world": 1} if kind == COLLECTIVE else {} for kind, _, _ in ops]
+        own.keys = _partition._numbered(keys, own.collectives)
         own.pinned = [kind in (COLLECTIVE, WAIT, RANDOM, MUTATION) for kind, _, _ in ops]
         own.barriers = [kind == MUTATION for kind, _, _ in ops]
         own.modes = {}
+        own.order = list(range(len(ops)))
         own.describe = lambda position: "tensor"
         return own
 
@@ -509,11 +523,11 @@ def content_hash(content: str, sources: list[str]) -> bytes:
 def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
     """What `agree_on_plan` does, without the rounds, and without making programs."""
     keys = _partition.read_keys(_partition.node_keys(graphs[reference]))
-    matched = [_partition.match(keys, graph) for graph in graphs]
+    ordered, matched = zip(*[_partition.follow(keys, graph) for graph in graphs], strict=True)
     common = conjunction([_partition.bitmap(each) for each in matched])
     matched = [_partition.restrict(each, common) for each in matched]
-    agreed = conjunction([_partition.constraints(graph, each) for graph, each in zip(graphs, matched, strict=True)])
-    cut = [_partition.make_segments(keys, graph, each, agreed) for graph, each in zip(graphs, matched, strict=True)]
+    agreed = conjunction([_partition.constraints(graph, each) for graph, each in zip(ordered, matched, strict=True)])
+    cut = [_partition.make_segments(keys, graph, each, agreed) for graph, each in zip(ordered, matched, strict=True)]
     return [
         segments and _partition.Plan(segments, _partition._fingerprint(graph, segments), None)
         for graph, segments in zip(graphs, cut, strict=True)
