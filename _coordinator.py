@@ -46,7 +46,8 @@ logger = logging.getLogger("torch_tpu.handshake")
 
 # A connection that has not said who it is by then is closed.
 HELLO_WITHIN_S = 10.0
-# Connections that have not said who they are: all the world's ranks may come at once, and so many more.
+# Connections that have not said who they are: all the world's ranks may come at once, and so many more. Then the
+# oldest makes room: a rank's hello follows within milliseconds, and a rank that was closed tries again.
 MAX_STRANGERS = 64
 # What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
@@ -144,8 +145,8 @@ class Server:
         self._reports = _reports_in(config.debug) if config.debug else None
         self._selector = selectors.DefaultSelector()
         self._connections: set[_Connection] = set()
-        self._strangers: set[_Connection] = set()
-        self._stuck: set[_Connection] = set()  # to be dropped in the end of this turn of the loop
+        self._strangers: dict[_Connection, None] = {}  # the oldest first
+        self._stuck: set[_Connection] = set()  # to be dropped before the loop sleeps
         self._of_rank: dict[int, _Connection] = {}
         # By their ranks: every rank declares the world, and its ranks need to be checked only once.
         self._declared: dict[tuple[int, ...], Group] = {}
@@ -173,6 +174,9 @@ class Server:
         seconds: float | None = 0.0
         try:
             while True:
+                while self._stuck:
+                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
+                    seconds = 0.0  # whatever is due now was not known before
                 for key, events in select(seconds):
                     peer = key.data
                     if type(peer) is _Connection:
@@ -184,8 +188,6 @@ class Server:
                         return
                     else:
                         peer()
-                while self._stuck:
-                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
                 voted_at, self._voted_at = self._voted_at, 0.0
                 deadline = self._next_deadline()
                 if deadline is None:
@@ -228,7 +230,8 @@ class Server:
         ):
             return deadline
         deadlines = [d for d in (deadline, self._splits.next_deadline(), self._accept_again) if d is not None]
-        deadlines += [connection.hello_by for connection in self._strangers]
+        if self._strangers:
+            deadlines.append(next(iter(self._strangers)).hello_by)
         if self._reports is not None and (look := self._reports.next_look()) is not None:
             deadlines.append(look)
         if self._looks_at_parent:
@@ -298,9 +301,8 @@ class Server:
             except OSError as error:
                 self._pause_accepting(error)
                 return
-            if len(self._strangers) >= MAX_STRANGERS + self._world_size:
-                sock.close()
-                continue
+            while len(self._strangers) >= MAX_STRANGERS + self._world_size:
+                self._make_room()
             try:
                 sock.setblocking(False)
                 prepare_socket(sock)
@@ -309,9 +311,18 @@ class Server:
                 continue
             connection = _Connection(sock, address[0], time.monotonic() + HELLO_WITHIN_S)
             self._connections.add(connection)
-            self._strangers.add(connection)
+            self._strangers[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
             self._send(connection, _protocol.greeting(connection.nonce))
+
+    def _make_room(self) -> None:
+        """Closes the oldest stranger, unless its hello has arrived meanwhile."""
+        number = len(self._strangers)
+        oldest = next(iter(self._strangers))
+        self._read(oldest)
+        if oldest in self._strangers:
+            self._tell(f"{number} connections said nothing: the oldest, from {oldest.peer}, was closed to make room")
+            self._drop(oldest, "it did not say who it is")
 
     def _pause_accepting(self, error: OSError) -> None:
         failure = f"connections can't be accepted: {error.strerror or error}"
@@ -351,6 +362,8 @@ class Server:
                     return
         except HandshakeProtocolError as error:
             if connection.rank < 0:
+                # Once for each peer: it may never send the same twice.
+                self._tell(f"a connection from {connection.peer} was closed: {error}", connection.peer)
                 self._drop(connection, str(error))
             else:
                 self._send(connection, _protocol.goodbye(f"protocol error: {error}"))
@@ -388,7 +401,7 @@ class Server:
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
             connection.timeout_s = float(timeout_s)
         connection.decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
         self._consensus.set_label(rank, _label(connection.facts))
@@ -453,7 +466,7 @@ class Server:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection.sock)
         connection.sock.close()
         rank = connection.rank
@@ -618,11 +631,12 @@ class Server:
             if connection is not None:
                 self._send(connection, _protocol.report(whole if rank == self._config.rank else pointer))
 
-    def _tell(self, text: str) -> None:
-        """Has it logged on the coordinator rank, in that rank's own process, unless it was before."""
-        if text in self._messages or len(self._messages) >= MAX_MESSAGES:
+    def _tell(self, text: str, once_for: str = "") -> None:
+        """Has it logged on the coordinator rank, in that rank's own process, unless it, or another text for the same
+        `once_for`, was before."""
+        if (once_for or text) in self._messages or len(self._messages) >= MAX_MESSAGES:
             return
-        self._messages.add(text)
+        self._messages.add(once_for or text)
         connection = self._of_rank.get(self._config.rank)
         if connection is None:
             self._unread_messages.append(text)

@@ -18,8 +18,8 @@ elsewhere; or once the coordinator's timeout has passed since the split, whichev
 own timeouts are. The ranks run skinny then, as they would without it.
 
 *No cycle of waits.* A rank may have several votes under way. It is taken to wait for their answers, and to go through
-the exchanges that they were promised, in the order in which it cast them. So a rank that an exchange lacks is blocked by
-any vote of its without an answer and by any other exchange; one that is in it, by those of its earlier votes. An
+the exchanges that they were promised, in the order in which it cast them. So a rank that an exchange lacks is blocked
+by any vote of its without an answer and by any other exchange; one that is in it, by those of its earlier votes. An
 exchange is called off if it waits for a rank that is blocked by a vote (whom that waits for is not known here), or,
 through other exchanges, for itself. It goes on to wait for a rank that is merely behind, or in an exchange that will
 end. What a rank does in another order the timeout ends.

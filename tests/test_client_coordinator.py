@@ -720,20 +720,19 @@ def test_strangers_who_say_nothing_are_closed(monkeypatch):
         assert job.client(1)
 
 
-def test_strangers_are_bounded_and_ranks_get_in_when_they_leave(monkeypatch):
+def test_strangers_are_bounded_and_the_oldest_make_room(monkeypatch):
     monkeypatch.setattr(_coordinator, "MAX_STRANGERS", 3)
     with running() as job:
         strangers = [job.peer() for _ in range(3 + job.world_size)]
         for stranger in strangers:
             assert isinstance(stranger.receive(), _protocol.Greeting)
-        with job.peer() as one_too_many:
-            assert one_too_many.receive() is None
-        found = []
-        thread = threading.Thread(target=lambda: found.append(job.client(1)))
-        thread.start()
-        strangers.pop().sock.close()
-        thread.join(WAIT_S)
-        assert found
+        assert job.client(1)
+        strangers.append(job.peer())
+        assert isinstance(strangers[-1].receive(), _protocol.Greeting)
+        assert strangers[0].receive() is None, "one is enough: rank 1 is no stranger any more"
+        for stranger in strangers[1:]:
+            stranger.send(b"no hello at all")
+            assert stranger.receive() is None
         for stranger in strangers:
             stranger.sock.close()
 

@@ -426,6 +426,42 @@ def test_the_goodbyes_to_ranks_that_read_nothing_are_waited_for_together(monkeyp
         assert time.monotonic() - started < 8 * 0.2 - 0.1
 
 
+def _read_nothing(serving, rank, monkeypatch):
+    """Whatever is sent to this rank from now on is too much."""
+    monkeypatch.setattr(_coordinator, "MAX_UNSENT_BYTES", 1)
+    serving.server._of_rank[rank].unsent.append(memoryview(b"x"))
+
+
+def test_a_rank_that_reads_nothing_ends_an_exchange_after_the_others_were_promised_it(monkeypatch):
+    world = (0, 1, 2)
+    with Serving(world_size=3) as serving:
+        peers = [serving.rank(rank)[0] for rank in world]
+        _read_nothing(serving, 1, monkeypatch)
+        for rank, digest in ((1, b"a"), (2, b"a"), (0, b"b")):
+            vote = _protocol.vote(1, _protocol.PARTIAL, digest * 16, [(0, 0, 1)])
+            peers[rank].send(_protocol.group(0, world), vote)
+            until(lambda rank=rank: rank == 0 or serving.server._consensus.is_waiting(rank))
+        for rank in (0, 2):
+            detail, verdict, reference, end = [peers[rank].receive() for _ in range(4)]
+            assert isinstance(detail, _protocol.Detail)
+            assert verdict == _protocol.Verdict(1, _protocol.SPLIT, 0, reference.exchange)
+            assert (reference.round, reference.ok) == (_protocol.REFERENCE, 1)
+            assert end == _protocol.Result(verdict.exchange, _protocol.ABORT, 0, b"rank 1 is gone")
+        assert peers[1].receive() is None
+
+
+def test_a_rank_that_reads_nothing_is_dropped_though_nothing_else_happens(monkeypatch):
+    with Serving(world_size=3) as serving:
+        zero, _ = serving.rank(0)
+        zero.send(_protocol.group(0, (0, 2)), _protocol.vote(1, 0, bytes(16), [(0, 0, 1)]))  # waits for seconds
+        one, _ = serving.rank(1, timeout_s=0.05)
+        _read_nothing(serving, 1, monkeypatch)
+        one.send(_protocol.group(0, (0, 1)), _protocol.vote(1, 0, bytes(16), [(0, 0, 1)]))
+        started = time.monotonic()
+        assert one.receive() is None, "the answer, that its time is up, was too much"
+        assert time.monotonic() - started < PROMISED_S
+
+
 @needs_proc
 @pytest.mark.parametrize("executable", ["", "/does/not/exist", "/bin/false"])
 def test_a_child_that_can_not_be_started_leaves_no_descriptor(monkeypatch, executable):
@@ -467,6 +503,62 @@ def test_a_refusal_says_what_to_do_to_the_rank_and_to_the_coordinators_rank(fact
         assert "\n" not in later.reason
         assert zero.receive().facts["log"].endswith(later.reason)
         assert [len(messages) for messages in serving.end(zero)] == [1], "each is logged once; then comes the goodbye"
+
+
+def test_who_is_no_rank_is_named_to_the_coordinators_rank_once():
+    with Serving() as serving:
+        zero, _ = serving.rank(0)
+        for data in (b"GET / HTTP/1.1\r\n", b"GET /again HTTP/1.1\r\n", _protocol.vote(1, 0, bytes(16), [(0, 0, 1)])):
+            stranger = serving.peer()
+            stranger.receive()
+            stranger.send(data)
+            assert stranger.receive() is None
+        what = "not a frame of this protocol: it starts with b'GET / HTTP/1.1"
+        told, *rest = serving.end(zero)[0]
+        assert f"a connection from 127.0.0.1 was closed: {what}" in told.facts["log"]
+        assert [type(message) for message in rest] == [_protocol.Goodbye], "each address is named once"
+
+
+def test_connections_that_say_nothing_make_room_and_are_mentioned(monkeypatch):
+    monkeypatch.setattr(_coordinator, "MAX_STRANGERS", 3)
+    with Serving() as serving:
+        zero, _ = serving.rank(0)
+        idle = [serving.peer() for _ in range(20)]
+        _, welcome = serving.rank(1)
+        assert isinstance(welcome, _protocol.Welcome), "although they are all still there"
+        assert zero.receive().facts == {
+            "log": "5 connections said nothing: the oldest, from 127.0.0.1, was closed to make room"
+        }
+        assert [type(message) for message in serving.end(zero)[0]] == [_protocol.Goodbye], "once"
+        ends = [list(iter(peer.receive, None)) for peer in idle]
+        assert [len(messages) for messages in ends] == [1] * 16 + [2] * 4, "the oldest first; others got the goodbye"
+
+
+def test_a_hello_that_has_arrived_is_read_before_its_connection_makes_room(monkeypatch):
+    """Ranks said hello while the coordinator was busy, and then came many who say nothing."""
+    free, busy = threading.Event(), threading.Event()
+    free.set()
+    prepare_socket = _coordinator.prepare_socket
+
+    def prepare(sock):
+        if not free.is_set():
+            busy.set()
+            assert free.wait(PATIENCE_S)
+        prepare_socket(sock)
+
+    monkeypatch.setattr(_coordinator, "prepare_socket", prepare)
+    monkeypatch.setattr(_coordinator, "MAX_STRANGERS", 1)
+    with Serving(world_size=4) as serving:
+        peers = [serving.peer() for _ in range(4)]
+        nonces = [peer.receive().nonce for peer in peers]
+        free.clear()
+        for _ in range(10):
+            serving.peer()
+        assert busy.wait(PATIENCE_S)
+        for rank, (peer, nonce) in enumerate(zip(peers, nonces, strict=True)):
+            peer.send(_protocol.hello(serving.facts | {"rank": rank}, b"", nonce))
+        free.set()
+        assert [type(peer.receive()) for peer in peers] == [_protocol.Welcome] * 4
 
 
 def test_messages_are_bounded(monkeypatch):
