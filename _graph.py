@@ -132,7 +132,8 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     wherever they are called, as often as they are called: of the branches of a `cond`, the largest count of each
     group; of a loop, one iteration. (How often a loop runs is not known here. A line needs only that all its members
-    count it alike.)
+    count it alike.) What a called module that is no graph issues is not counted: a
+    warning names its class, once, unless it is one of torch's own without collectives.
 
     Args:
         graph_module: an FX graph module, AOTAutograd's or Dynamo's.
@@ -409,8 +410,13 @@ def _object(value: Any) -> Any:
                 else:
                     value = value.target(*args)
     value = maybe_unwrap_fake_script_object(value)
-    if isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith(".c10d.ProcessGroup"):
+    kind = value._type().qualified_name() if isinstance(value, torch.ScriptObject) else ""
+    if kind.endswith(".c10d.ProcessGroup"):
         return dist.ProcessGroup.unbox(value)
+    if kind.endswith(".c10d.ReduceOp"):
+        reduction = dist.ReduceOp.RedOpType(value.op())
+        # That has a factor, which can't be read.
+        return value if reduction == dist.ReduceOp.PREMUL_SUM else reduction
     return value
 
 
@@ -502,13 +508,35 @@ def _bodies(node: Any) -> list[Any]:
 
     if node.op == "call_module":
         called = _attribute(node.graph.owning_module, node.target)
-        return [called] if isinstance(called, torch.fx.GraphModule) else []
+        if isinstance(called, torch.fx.GraphModule):
+            return [called]
+        unseen = _opaque_classes(called) - _warned_of
+        if unseen:
+            _warned_of.update(unseen)
+            _logger.warning(
+                "node %s (%s) calls a module of class %s%s: if it issues collectives, they are not counted; trace into "
+                "it, as AOTAutograd does",
+                *(node.name, node.target, ", ".join(sorted(unseen)), _where(node)),
+            )
+        return []
     if node.op not in ("call_function", "call_method"):
         return []
     attributes = [_attribute(n.graph.owning_module, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [value for value in attributes if isinstance(value, torch.fx.GraphModule)]
     # Its second body is the backward, which Dynamo's graph holds but does not run.
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
+
+
+# Classes of `_opaque_classes` that a warning was given of.
+_warned_of: set[str] = set()
+
+
+def _opaque_classes(module: Any) -> set[str]:
+    """The classes of a module and those in it that may do anything: all but torch's own without collectives, of which
+    class and settings say what they do."""
+    sync = _torch().nn.SyncBatchNorm
+    kinds = {type(part) for part in module.modules()}
+    return {_class_name(kind) for kind in kinds if not kind.__module__.startswith("torch.nn.modules.") or kind is sync}
 
 
 # --- Source lines ---
@@ -935,7 +963,9 @@ class _GraphWalk:
         for base in (list, tuple, dict, set, frozenset, int, float, complex, str, bytes):
             if isinstance(value, base):
                 return f"{name} {self._writers[base](base(value))}"
-        value = _object(value)
+        meant = _object(value)
+        if type(meant) is not kind:
+            return self.value(meant)
         distributed = torch.distributed
         if distributed.is_available():
             if isinstance(value, distributed.ProcessGroup):
@@ -970,7 +1000,7 @@ class _GraphWalk:
             return f"graph {self._tables.body(module)[0]}"
         name = _class_name(type(module))
         description = repr(module)
-        if not name.startswith("torch.nn.modules.") or " at 0x" in description:
+        if _opaque_classes(module) or " at 0x" in description:
             raise _UnhashableError(f"it calls a module of class {name}, whose program is not in the graph")
         state = {
             key: self._metadata(tensor, None) for key, tensor in (*module.named_parameters(), *module.named_buffers())

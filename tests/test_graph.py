@@ -326,6 +326,28 @@ def test_each_argument_value_has_a_fingerprint_of_its_own():
     assert fingerprint(built((isinstance, ({0}, [1])))) == fingerprint(built((isinstance, ({0}, [1]))))
 
 
+def test_reductions_of_c10d_ops_count_by_their_kind():
+    """The ops that `dist.all_reduce` and its like are traced as take the reduction as an object of C++."""
+
+    def graph(reduction):
+        def function(x, y):
+            dist.all_reduce(x, reduction)
+            dist.reduce(x, 0, reduction)
+            dist.reduce_scatter_single(y, x, reduction)
+            return x + 1
+
+        with world(0, 2):
+            return fingerprint(make_fx(function)(torch.ones(4), torch.ones(2)))
+
+    kinds = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG)
+    prints = [graph(kind) for kind in (*kinds, dist.ReduceOp.SUM)]
+    assert not any(each.startswith("unhashable") for each in prints)
+    assert len(set(prints)) == 3
+    assert prints[0] == prints[3]
+    # The factor can't be read, and two that differ must not be taken for equal.
+    assert graph(dist._make_nccl_premul_sum(2.0)).startswith("unhashable")
+
+
 def test_functions_made_in_functions_count_by_code_and_captured_values():
     def scale(by):
         return lambda x: x * by
@@ -799,6 +821,44 @@ def test_ops_of_torch_tpu_are_collectives():
     with world(1):
         graph_module = built((torch.ops.tpu._all_gather_dim.default, ({0}, 0, 4, "0")))
         assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
+
+
+def test_a_module_that_could_hide_collectives_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr(_graph, "_warned_of", set())
+
+    class Ring(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return not isinstance(module, Model)
+
+    class Model(torch.nn.Module):
+        def __init__(self, *modules):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(modules)
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    def warnings(*modules):
+        caplog.clear()
+        model = Model(*modules)
+        with caplog.at_level(logging.WARNING, "torch_tpu.handshake"):
+            assert _graph.count_collectives(torch.fx.GraphModule(model, Tracer().trace(model))) == {}
+        return [record.getMessage() for record in caplog.records]
+
+    assert warnings(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2))) == []
+    (warning,) = warnings(Ring(), torch.nn.Linear(2, 2), Ring())
+    assert "node parts_0 (parts.0) calls a module of class" in warning and "Ring" in warning
+    assert warnings(Ring()) == []
+    (warning,) = warnings(torch.nn.SyncBatchNorm(2))
+    assert "SyncBatchNorm" in warning
+    (warning,) = warnings(torch.nn.Sequential(torch.nn.ReLU(), type("OfMine", (torch.nn.Linear,), {})(2, 2)))
+    assert "of class test_graph.OfMine (" in warning
 
 
 # --- Canonical nodes ---
