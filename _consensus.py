@@ -556,9 +556,10 @@ class _CollectiveHandshakeConsensus:
         """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
         return self._next_deadline if self._components else None
 
-    def is_waiting(self, rank: int) -> bool:
-        """Whether a vote of this rank is without an answer."""
-        return bool(self._pending_of_rank[rank])
+    def oldest_waiting(self, rank: int) -> Any:
+        """The request of this rank that has been without an answer for longest, or None."""
+        votes = self._pending_of_rank[rank]
+        return votes[0].request if votes else None
 
     def notices(self, now: float) -> list[Notice]:
         """What the ranks that wait should log now, each at 5, 15, 30 and 60 s, then every 60 s. Call it after

@@ -542,11 +542,8 @@ class Server:
 
     def _oldest_waiting(self, rank: int) -> int | None:
         """The number of a rank's oldest vote that has no answer, or None."""
-        connection = self._of_rank.get(rank)
-        if connection is None or not self._consensus.is_waiting(rank):
-            return None
-        cells = [cell for group in connection.groups.values() for cell in group.cells.values()]
-        return min((cell.voters[rank].request[1] for cell in cells if rank in cell.voters), default=None)
+        cast: Cast | None = self._consensus.oldest_waiting(rank)
+        return None if cast is None else cast[1]
 
     def _answer(self, decisions: list[Decision], now: float) -> None:
         split: dict[str, list[Decision]] = {}

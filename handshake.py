@@ -540,7 +540,8 @@ class Ticket:
     Attributes:
         exchange: after `result` has returned False for a vote with `partial`, the rounds in which the ranks agree on a
             plan, if the coordinator opened them; else None. The other ranks wait in them for this one: go through
-            them, call `Exchange.abort`, or let go of the ticket, which tells the others with this rank's next vote.
+            them, in the order in which the votes were cast, call `Exchange.abort`, or let go of the ticket, which tells
+            the others with this rank's next vote.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ def test_a_rank_that_votes_from_two_threads_is_not_taken_for_blocked():
         world, pair = (0, 1, 2), (0, 1)
         first = vote(zero, (world, 0, 1))
         outer = vote(one, (pair, 0, 1))
-        until(lambda: all(map(job.server._consensus.is_waiting, pair)))
+        until(lambda: all(map(job.server._consensus.oldest_waiting, pair)))
         results = together(
             lambda: outcome(zero, (pair, 0, 1)),
             lambda: (one.wait(outer, WAIT_S), outer.outcome, outcome(one, (world, 0, 1))),
@@ -273,7 +273,7 @@ def test_a_vote_that_comes_after_its_gap_was_believed_is_split(monkeypatch):
     with running(3) as job:
         zero, one, two = (job.client(rank) for rank in range(3))
         early, beside = vote(one, ((0, 1), 0, 1)), vote(two, ((0, 2), 0, 1))
-        until(lambda: job.server._consensus.is_waiting(1))
+        until(lambda: job.server._consensus.oldest_waiting(1))
         second = vote(zero, ((0, 1), 1, 1))
         late = vote(zero, ((0, 1), 0, 1), ((0, 2), 0, 1))
         for client, pending in ((one, early), (zero, late), (two, beside)):
@@ -467,7 +467,7 @@ def test_a_lost_rank_answers_those_who_wait_for_it():
         world = (0, 1, 2)
         with job.peer(2):
             pending = vote(zero, (world, 0, 1))
-            until(lambda: job.server._consensus.is_waiting(0))
+            until(lambda: job.server._consensus.oldest_waiting(0))
             started = time.monotonic()
         zero.wait(pending, WAIT_S)
         assert time.monotonic() - started < 1.0
@@ -485,7 +485,7 @@ def test_a_lost_rank_that_said_goodbye_gives_its_reason():
     with running() as job:
         zero, one = job.client(0), job.client(1)
         pending = vote(zero, ((0, 1), 0, 1))
-        until(lambda: job.server._consensus.is_waiting(0))
+        until(lambda: job.server._consensus.oldest_waiting(0))
         one.close("rank 1 has had enough")
         zero.wait(pending, WAIT_S)
         assert pending.outcome == PEER_LOST and "rank 1 has had enough" in pending.facts["reason"]
@@ -586,7 +586,7 @@ def test_an_exchange_never_waits_for_a_rank_that_waits_for_it(rank_2_votes):
         world = (0, 1, 2)
         if rank_2_votes == "before":
             elsewhere = vote(two, ((0, 2), 0, 1), flags=PARTIAL)
-            until(lambda: job.server._consensus.is_waiting(2))
+            until(lambda: job.server._consensus.oldest_waiting(2))
         votes = [vote(zero, (world, 0, 1), flags=PARTIAL), vote(one, (world, 0, 1), digest=B, flags=PARTIAL)]
         for client, pending in zip((zero, one), votes, strict=True):
             client.wait(pending, WAIT_S)
@@ -651,7 +651,7 @@ def test_a_rank_that_breaks_the_protocol_is_told_so_and_lost_alone(name):
         zero, two = job.client(0), job.client(2)
         with _declared(job, 1) as peer:
             pending = vote(zero, ((0, 1), 0, 1), flags=0)
-            until(lambda: job.server._consensus.is_waiting(0))
+            until(lambda: job.server._consensus.oldest_waiting(0))
             peer.send(BREACHES[name])
             goodbye = peer.receive()
             assert isinstance(goodbye, _protocol.Goodbye) and "protocol error" in goodbye.reason

@@ -610,7 +610,7 @@ def test_a_wait_cycle_that_nobody_vouches_for_waits_for_its_grace_once() -> None
         run, machine = faults.run, faults.run.machine
         left = [list(reversed(votes)) for votes in case.programs]
         while True:
-            ready = [rank for rank, votes in enumerate(left) if votes and not machine.is_waiting(rank)]
+            ready = [rank for rank, votes in enumerate(left) if votes and not machine.oldest_waiting(rank)]
             if ready:
                 vote = left[case.draw.choice(ready)].pop()
                 faults.put(vote)

@@ -440,7 +440,7 @@ def test_a_rank_that_reads_nothing_ends_an_exchange_after_the_others_were_promis
         for rank, digest in ((1, b"a"), (2, b"a"), (0, b"b")):
             vote = _protocol.vote(1, _protocol.PARTIAL, digest * 16, [(0, 0, 1)])
             peers[rank].send(_protocol.group(0, world), vote)
-            until(lambda rank=rank: rank == 0 or serving.server._consensus.is_waiting(rank))
+            until(lambda rank=rank: rank == 0 or serving.server._consensus.oldest_waiting(rank))
         for rank in (0, 2):
             detail, verdict, reference, end = [peers[rank].receive() for _ in range(4)]
             assert isinstance(detail, _protocol.Detail)
