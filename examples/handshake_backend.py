@@ -35,6 +35,7 @@ from torch.fx._graph_pickler import GraphPickler, Options
 
 from _graph import count_collectives, graph_fingerprint, graph_text
 from _partition import OwnGraph, Plan, agree_on_plan, split_skinny
+from _settings import stage_of
 from handshake import (
     DispatchGate,
     HandshakeConfigError,
@@ -72,11 +73,7 @@ def make_backend(
     """
     if inner not in _INNER:
         raise HandshakeConfigError(f"inner={inner!r} is no compiler; use one of {', '.join(_INNER)}")
-    if stage is None:
-        stage = HandshakeStage.from_env()
-    elif not isinstance(stage, HandshakeStage):
-        stage = HandshakeStage.parse(str(stage), "stage")
-    return Backend(_INNER[inner], stage, partial, groups)
+    return Backend(_INNER[inner], stage_of(stage), partial, groups)
 
 
 class Backend:

@@ -2,6 +2,8 @@
 """The examples, run as the README says to run them: what they print is what they are there to show."""
 
 import importlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +115,7 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("is_fat", [True, False])
 @pytest.mark.parametrize("as_eager", [True, False])
 def test_inductor_compiles_random_ops(backend_module: Any, is_fat: bool, as_eager: bool) -> None:
