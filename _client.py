@@ -83,6 +83,10 @@ class Deadline:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
 
+    def passed(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self._at + self.seconds
+
     def cut(self) -> None:
         """It is now."""
         self._at = 0.0
@@ -410,7 +414,7 @@ class Client:
                     while not pending.outcome and self._failure is None:
                         self._receive()
                         if not pending.outcome and not deadline.remaining():
-                            raise self._no_answer(seconds)
+                            raise self._no_answer(deadline.passed())
                 finally:
                     self._reading.release()
                     if self._others_wait:
@@ -424,7 +428,7 @@ class Client:
                     finally:
                         self._others_wait -= 1
                 if not pending.outcome and not deadline.remaining():
-                    raise self._no_answer(seconds)
+                    raise self._no_answer(deadline.passed())
 
     def _nobody_reads(self) -> bool:
         if self._reading.acquire(False):
@@ -449,7 +453,7 @@ class Client:
 
     def _no_answer(self, seconds: float) -> HandshakeTimeoutError:
         return HandshakeTimeoutError(
-            f"rank {self._rank}: {self._describe_coordinator()} has not answered within {seconds:.0f} s, and not "
+            f"rank {self._rank}: {self._describe_coordinator()} has not answered within {seconds:.1f} s, and not "
             f"ended the wait either: its process hangs, or its host is not reachable any more. Look at that process",
             ranks=[int(self.coordinator["rank"])],
             seconds=seconds,

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -131,6 +132,7 @@ class _Session:
         self._connect_within = Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
         self.connected: _client.Client | None = None
+        self.exchange_of_thread: dict[int, weakref.ref[Exchange]] = {}  # the last that was opened for each
         self._coordinator: _coordinator.Coordinator | None = None
         self._is_published = False
         self._splits_of: dict[bytes, int] = {}
@@ -227,6 +229,14 @@ class _Session:
             self.waited_s += waited_s
             if waited_s > self.longest_wait_s:
                 self.longest_wait_s = waited_s
+
+    def leave_exchange(self) -> None:
+        """This thread is about to wait for a vote: if it has not gone through its last exchange, it can't any more, and
+        the ranks that wait there must not wait for it."""
+        known = self.exchange_of_thread.pop(threading.get_ident(), None)
+        exchange = None if known is None else known()
+        if exchange is not None:
+            exchange.leave()
 
     def splits_seen(self, digest: bytes) -> int:
         """Counts one more split of this fingerprint."""
@@ -435,6 +445,8 @@ class Handshake:
         flags = 0
         if graph_text is not None and client.reports:
             flags |= _protocol.HAS_GRAPH
+        if session.exchange_of_thread:
+            session.leave_exchange()
         started = time.monotonic()
         counts, digest = request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint)
         pending = client.vote_usually(counts, digest, flags) or client.vote(counts, digest, flags)
@@ -540,8 +552,9 @@ class Ticket:
     Attributes:
         exchange: after `result` has returned False for a vote with `partial`, the rounds in which the ranks agree on a
             plan, if the coordinator opened them; else None. The other ranks wait in them for this one: go through
-            them, in the order in which the votes were cast, call `Exchange.abort`, or let go of the ticket, which tells
-            the others with this rank's next vote.
+            them, in the order in which the votes were cast, or call `Exchange.abort`. A thread that waits for another
+            vote first has left them, which calls them off for all; so does letting go of the ticket, with this rank's
+            next vote.
     """
 
     def __init__(
@@ -577,7 +590,9 @@ class Ticket:
         pending, client = self._pending, self._client
         if pending is None or client is None:
             raise AssertionError("a vote that was never sent")
-        client.wait(pending, self._session.wait_s)
+        if not pending.outcome:
+            self._session.leave_exchange()
+            client.wait(pending, self._session.wait_s)
         waited_s = time.monotonic() - self._started
         self._session.count(_COUNTED_AS[pending.outcome], waited_s)
         if pending.outcome == _protocol.FAT:
@@ -619,6 +634,7 @@ class Ticket:
             # The coordinator ends an exchange at its own timeout.
             wait_s = max(self._session.wait_s, client.coordinator["timeout_s"] + _client.COORDINATOR_GRACE_S)
             self.exchange = Exchange(client, pending.rounds, settings.rank, wait_s)
+            self._session.exchange_of_thread[threading.get_ident()] = weakref.ref(self.exchange)
         self._log_split(reason)
         return False
 
@@ -719,6 +735,11 @@ class Exchange:
         """This rank can't go on: everybody runs skinny."""
         self._client.send_to_exchange(self._rounds, _protocol.ABORT, reason.encode("utf-8", "replace")[:1024])
         self._client.end_exchange(self._rounds)
+
+    def leave(self) -> None:
+        """`abort`, if this rank has not come to the end."""
+        if self._rounds.called_off is None and not self.is_undecided:
+            self.abort("it went on to its next vote instead")
 
     def _round(self, round_number: int, payload: bytes) -> bytes | None:
         self._client.send_to_exchange(self._rounds, round_number, payload)

@@ -137,6 +137,7 @@ def main() -> None:
                 f"{stage:<14}  {seen['graphs']:>6}  {seen['handshakes']:>10}  {seen['fat']:>4}  {seen['split']:>5}"
                 f"  {segments:>8}  {1000 * seen['step_s']:>11.2f}  {seen['loss']:.6f}"
             )
+    dist.barrier()  # nobody's last collective is torn down under another rank
     dist.destroy_process_group()
     losses = [seen["loss"] for seen in rows.values()]
     if max(losses) - min(losses) > LOSS_TOLERANCE * max(losses):

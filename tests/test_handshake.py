@@ -831,6 +831,27 @@ def test_an_exchange_that_nobody_uses_is_forgotten():
         assert [len(h._session.connected._exchanges) for h in ranks] == [0, 0]
 
 
+@pytest.mark.parametrize("vote", [lambda h, r: h.submit(r), lambda h, r: h.submit_async(r).result()])
+def test_a_thread_that_goes_on_to_its_next_vote_has_left_its_exchange(vote):
+    """Its ticket may be kept, as by a variable that is used again."""
+    with job(2) as (zero, one):
+        votes = [
+            h.submit_async(request(h.rank, (PAIR, 0, 1), fingerprint=f"{h.rank}"), partial=True) for h in (zero, one)
+        ]
+
+        def go_through():
+            assert votes[1].result() is False
+            exchange = votes[1].exchange
+            return exchange.reference_rank(), exchange.share(None), one.submit(request(1, (PAIR, 1, 1)))
+
+        def go_on():
+            assert votes[0].result() is False
+            return vote(zero, request(0, (PAIR, 1, 1)))
+
+        assert together(go_on, go_through) == [True, (0, None, True)]
+        assert votes[0].exchange.reference_rank() is None and votes[0].exchange.agree("a plan") is False
+
+
 def test_a_plan_is_undecided_while_its_last_answer_is_on_the_way():
     with job(2) as (zero, one):
         votes = [
