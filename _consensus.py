@@ -38,6 +38,7 @@ if __package__:
         ProcessGroupId,
         as_process_group_id,
         format_ranks,
+        must_be_in_world,
     )
 else:
     from _vocabulary import (
@@ -47,6 +48,7 @@ else:
         ProcessGroupId,
         as_process_group_id,
         format_ranks,
+        must_be_in_world,
     )
 
 # A waiting rank is told whom it waits for after so many seconds, then every NOTICE_INTERVAL_S.
@@ -378,12 +380,7 @@ class _CollectiveHandshakeConsensus:
         known = self._groups.get(key)
         if known is not None:
             return known
-        if key.ranks[-1] >= self._num_ranks:
-            raise HandshakeConfigError(
-                f"rank {key.ranks[-1]} of a process group is outside a world of {self._num_ranks} ranks",
-                ranks=[key.ranks[-1]],
-                group=key.ranks,
-            )
+        must_be_in_world(key.ranks, self._num_ranks)
         made = self._groups[key] = Group(key.ranks)
         for rank in key.ranks:
             self._groups_of_rank[rank].add(made)

@@ -153,6 +153,20 @@ def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
 
 
+def must_be_in_world(ranks: Sequence[int], world_size: int) -> None:
+    """Refuses the ascending ranks of a process group that reach outside a world.
+
+    Raises:
+        HandshakeConfigError: as said.
+    """
+    if ranks[-1] >= world_size:
+        raise HandshakeConfigError(
+            f"rank {ranks[-1]} of a process group is outside a world of {world_size} ranks",
+            ranks=[ranks[-1]],
+            group=ranks,
+        )
+
+
 class ProcessGroupId:
     """A process group, named by its members.
 
@@ -196,10 +210,7 @@ class ProcessGroupId:
             world_size = whole_number(world_size, "world_size")
             if world_size < 1:
                 raise HandshakeConfigError(f"world_size must be at least 1, got {world_size}")
-            if members[-1] >= world_size:
-                raise HandshakeConfigError(
-                    f"rank {members[-1]} of a process group is outside a world of {world_size} ranks"
-                )
+            must_be_in_world(members, world_size)
         self.ranks: tuple[int, ...] = members
         self.world_size = world_size
         self._hash = hash(members)
@@ -423,9 +434,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
             HandshakeConfigError: `num_collectives` is no non-negative integer, or `pg` is no group.
         """
         group = as_process_group_id(pg)
-        number = whole_number(num_collectives, "num_collectives")
-        if number < 0:
-            raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
+        number = collectives_by_group({group: num_collectives})[group]
         known = self._pg_to_count.get(group)
         self._pg_to_count[group] = ProcessGroupCollectiveCount((0 if known is None else known.end) + number, 0)
         self._eager[group] = self._eager.get(group, 0) + number

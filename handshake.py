@@ -45,6 +45,7 @@ if __package__:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        must_be_in_world,
         whole_number,
     )
 else:
@@ -72,6 +73,7 @@ else:
         collectives_by_group,
         fingerprint_digest,
         format_ranks,
+        must_be_in_world,
         whole_number,
     )
 
@@ -501,16 +503,8 @@ class Handshake:
         if session.connected is not None:
             return session.connected
         for group in groups:
-            self._must_be_in_the_world(group)
+            must_be_in_world(group.ranks, self.world_size)
         return session.client() if any(len(group.ranks) > 1 for group in groups) else None
-
-    def _must_be_in_the_world(self, group: ProcessGroupId) -> None:
-        if group.ranks[-1] >= self.world_size:
-            raise HandshakeConfigError(
-                f"rank {group.ranks[-1]} of a process group is outside a world of {self.world_size} ranks",
-                ranks=[group.ranks[-1]],
-                group=group.ranks,
-            )
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
@@ -849,7 +843,7 @@ def _count(
     global _counts
     collectives = collectives_by_group(pg_to_num_collectives)
     for group in collectives:
-        handshake._must_be_in_the_world(group)
+        must_be_in_world(group.ranks, handshake.world_size)
     if len(collectives) > _protocol.MAX_SPANS and sum(map(bool, collectives.values())) > _protocol.MAX_SPANS:
         raise _client.too_many_groups(sum(map(bool, collectives.values())))
     # Not under the lock: it may take a while, and another thread may have something to count.

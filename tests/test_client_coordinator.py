@@ -911,6 +911,15 @@ def _serve_after_welcome(*frames):
     return serve
 
 
+@contextlib.contextmanager
+def vote_under_way(serve):
+    """A client with a vote, of a coordinator that treats it with `serve(socket)`."""
+    with listening(serve) as port:
+        client = connect(port)
+        yield client, vote(client, ((0, 1), 0, 1))
+        client.close("done")
+
+
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
@@ -932,13 +941,10 @@ def test_a_coordinator_that_breaks_the_protocol(frames, words):
 
 def test_a_coordinator_that_hangs(monkeypatch):
     monkeypatch.setattr(_client, "LOOK_UP_S", 0.02)
-    with listening(_serve_after_welcome()) as port:
-        client = connect(port)
-        pending = vote(client, ((0, 1), 0, 1))
+    with vote_under_way(_serve_after_welcome()) as (client, pending):
         said = r"the coordinator \(rank 0, h:7\) has not answered"
         with pytest.raises(_vocabulary.HandshakeTimeoutError, match=said):
             client.wait(pending, 0.05)
-        client.close("done")
 
 
 def test_a_wait_ends_although_something_else_arrives():
@@ -947,33 +953,25 @@ def test_a_wait_ends_although_something_else_arrives():
         while True:
             sock.sendall(_protocol.result(99, 1, True, b"of no interest"))
 
-    with listening(chatter) as port:
-        client = connect(port)
-        pending = vote(client, ((0, 1), 0, 1))
+    with vote_under_way(chatter) as (client, pending):
         with pytest.raises(_vocabulary.HandshakeTimeoutError):
             client.wait(pending, 0.05)
-        client.close("done")
 
 
 def test_a_coordinator_that_takes_nothing(monkeypatch):
     """As one that was stopped by a debugger: the socket's buffers fill up, and no send may wait for ever."""
     monkeypatch.setattr(_client, "SEND_WITHIN_S", 0.05)
-    with listening(_serve_after_welcome()) as port:
-        client = connect(port)
-        pending = vote(client, ((0, 1), 0, 1))
+    with vote_under_way(_serve_after_welcome()) as (client, pending):
         with pytest.raises(_vocabulary.HandshakePeerLostError, match="it has taken nothing for"):
             for _ in range(100):
                 client.send_graph(pending, bytes(_protocol.MAX_GRAPH_BYTES))
         with pytest.raises(_vocabulary.HandshakePeerLostError):
             client.wait(pending, WAIT_S)
-        client.close("done")
 
 
 def test_closing_while_another_thread_is_stuck_in_a_send(monkeypatch):
     monkeypatch.setattr(_client, "CLOSE_WITHIN_S", 0.05)
-    with listening(_serve_after_welcome()) as port:
-        client = connect(port)
-        pending = vote(client, ((0, 1), 0, 1))
+    with vote_under_way(_serve_after_welcome()) as (client, pending):
 
         def fill():
             while True:
