@@ -1,53 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's connection to the coordinator: votes out, verdicts in, from any number of threads.
+"""A rank's connection to the coordinator, and its collective lines: votes out, verdicts in, from any number of threads.
 
-There is no reader thread. A thread that waits for its verdict reads the socket itself, and hands on what is for
-others; while one thread reads, the others wait for it. So with one thread, which is the usual case, a handshake is one
-`send` and one `recv`, and no thread is woken in between.
+There is no reader thread. A thread that waits for its verdict reads the socket itself, and hands on what is for others;
+while one thread reads, the others wait for it. So with one thread, which is the usual case, a handshake is one `send`
+and one `recv`, and no thread is woken in between.
 
-Votes leave in the order of the collective lines. A vote that leaves a gap behind this rank's last one on a group
-waits a moment for the vote that fills it, which another thread may be about to submit.
+A vote is counted on its lines and sent under one lock, in one step (`vote`). Who counts for himself and submits
+afterwards (`vote_counted`) may be overtaken by another thread in between: a vote that leaves a gap behind this rank's
+last one waits a moment for the one that fills it.
 """
 
-import functools
+import contextlib
 import logging
 import os
 import socket
+import struct
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if __package__:
-    from . import _protocol
-    from ._sockets import limit_waits, prepare_socket
-    from ._vocabulary import (
-        DIGEST_BYTES,
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakePeerLostError,
-        HandshakeProtocolError,
-        HandshakeTimeoutError,
-        ProcessGroupId,
-        RankCollectiveCounts,
-        format_ranks,
-    )
+    from . import _protocol, _vocabulary
+    from ._vocabulary import HandshakeConfigError, HandshakeError, HandshakePeerLostError, HandshakeProtocolError
 else:
     import _protocol
-    from _sockets import limit_waits, prepare_socket
-    from _vocabulary import (
-        DIGEST_BYTES,
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakePeerLostError,
-        HandshakeProtocolError,
-        HandshakeTimeoutError,
-        ProcessGroupId,
-        RankCollectiveCounts,
-        format_ranks,
-    )
+    import _vocabulary
+    from _vocabulary import HandshakeConfigError, HandshakeError, HandshakePeerLostError, HandshakeProtocolError
+if TYPE_CHECKING:
+    from _rendezvous import Deadline, Endpoint
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -55,380 +37,310 @@ logger = logging.getLogger("torch_tpu.handshake")
 # way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
 GAP_WAIT_S = 1.0
 # Gaps of one line that are remembered, for votes that come later still: about as many as threads compile at once.
-MAX_SKIPPED_SPANS = 16
+MAX_GAPS = 16
 # The coordinator ends every wait at its timeout; so much later the rank concludes that it hangs.
 COORDINATOR_GRACE_S = 10.0
-# A reading thread looks up so often, to see whether it has waited too long.
+# A reading thread looks up so often, to see whether anybody has waited too long.
 LOOK_UP_S = 1
 # A coordinator that takes nothing for so long hangs, or its host does.
 SEND_WITHIN_S = 10
-_TAKES_NOTHING = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-_INTERRUPTED = "a send was interrupted, and nobody knows how much of it has left"
 # What the last bytes (a goodbye) may wait for another thread's.
 CLOSE_WITHIN_S = 1.0
-# Between two attempts to connect.
-FIRST_RETRY_S = 0.02
-LAST_RETRY_S = 0.5
-# One address may keep an attempt busy so long.
-ATTEMPT_S = 5.0
+# Between two attempts to connect; and one address may keep an attempt busy so long.
+FIRST_RETRY_S, LAST_RETRY_S, ATTEMPT_S = 0.02, 0.5, 5.0
 READ_BYTES = 65536
+# A host that vanishes without a word is noticed after idle + count * interval: half a minute.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
-class Deadline:
-    """A moment by which something must have happened."""
-
-    __slots__ = ("_at", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._at = time.monotonic() + seconds
-
-    def passed(self) -> float:
-        """Seconds since it was set."""
-        return time.monotonic() - self._at + self.seconds
-
-    def cut(self) -> None:
-        """It is now."""
-        self._at = 0.0
-
-    def remaining(self) -> float:
-        """Seconds until then, never negative."""
-        return max(0.0, self._at - time.monotonic())
+def prepare_socket(sock: socket.socket) -> None:
+    """Small messages go out at once; a host that vanishes is noticed. What a listener accepts inherits it."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-class Endpoint(NamedTuple):
-    """Where the coordinator listens, and what a rank must show to be let in."""
+class Line:
+    """This rank's place on one group's line: `position` is where the next graph starts. `number` names the group on the
+    connection, once it is declared."""
 
-    hosts: tuple[str, ...]
-    port: int
-    secret: str
-    session: str
+    __slots__ = ("eager", "gaps", "number", "position", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.position = 0
+        self.number = -1
+        self.eager = 0  # how many of the counted ones were issued outside any graph, where votes are counted elsewhere
+        self.gaps: deque[tuple[int, int]] = deque(maxlen=MAX_GAPS)  # those that were given up waiting for
 
 
 class PendingVote:
-    """A vote that was sent. `outcome` is 0 until the verdict is there; then `rounds` is there too if the ranks are to
-    look for a plan."""
+    """A vote that was sent. `outcome` is 0 until the verdict is there; `mail` is what extras sent about it."""
 
-    __slots__ = ("facts", "flags", "number", "outcome", "rounds")
+    __slots__ = ("facts", "flags", "is_abandoned", "mail", "number", "outcome", "sent_at")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, sent_at: float) -> None:
         self.number = number
+        self.sent_at = sent_at
         self.outcome = 0
         self.flags = 0
-        self.rounds: Rounds | None = None
-        self.facts: dict[str, Any] = _NO_FACTS
+        self.is_abandoned = False  # nobody will ask for its answer
+        self.facts: dict[str, Any] = {}
+        self.mail: deque[_protocol.Extra] = deque()
 
 
-_NO_FACTS: dict[str, Any] = {}
+class Channel:
+    """What an extra of this rank and its part in the coordinator have to say to one another about one vote."""
 
+    def __init__(self, client: "Client", pending: PendingVote, extra: int, wait_s: float) -> None:
+        self._client = client
+        self._pending = pending
+        self._extra = extra
+        self._wait_s = wait_s
 
-class PendingRound:
-    """A round of an exchange that waits for its result."""
+    def send(self, step: int, payload: bytes) -> None:
+        """Sends a frame."""
+        with self._client.lock:
+            self._client.send(self._frame(step, payload))
 
-    __slots__ = ("ok", "outcome", "payload")
+    def abandon(self, step: int, payload: bytes) -> None:
+        """Has a frame sent ahead of the next one. Takes no lock, so that a destructor can call it."""
+        self._client.ahead.append(self._frame(step, payload))
+        self.close()
 
-    def __init__(self) -> None:
-        self.outcome = 0
-        self.ok = False
-        self.payload = b""
+    def receive(self) -> tuple[int, bytes]:
+        """Waits for the next frame: its step and payload. Raises HandshakeError as `Client.wait`."""
+        mail = self._pending.mail
+        self._client.wait(lambda: bool(mail), time.monotonic() + self._wait_s)
+        return mail.popleft()[2:]
 
-    def end(self, ok: bool, payload: bytes) -> None:
-        """The result is there."""
-        self.ok, self.payload, self.outcome = ok, payload, 1
+    def close(self) -> None:
+        """This rank has no more to say or hear; what still comes is dropped."""
+        self._client.channels.pop(self._pending.number, None)
 
-
-class Rounds:
-    """The rounds of one exchange, in order: those with a result, and those that this rank waits for."""
-
-    __slots__ = ("__weakref__", "arrived", "asked_for", "called_off", "number", "rounds")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.rounds: list[PendingRound] = []
-        self.arrived = 0
-        self.asked_for = 0
-        self.called_off: bytes | None = None
-
-    def round(self, place: int) -> PendingRound:
-        while len(self.rounds) <= place:
-            self.rounds.append(PendingRound())
-        return self.rounds[place]
-
-
-class _Line:
-    """How far this rank's votes on one group have been sent. `number` names the group on this connection; `eager` is
-    how many of its collectives were recorded as issued outside any graph by then; `skipped` holds the last gaps that
-    were given up waiting for."""
-
-    __slots__ = ("eager", "frontier", "number", "ranks", "skipped")
-
-    def __init__(self, number: int, ranks: tuple[int, ...]) -> None:
-        self.number = number
-        self.ranks = ranks
-        self.frontier = 0
-        self.eager = 0
-        self.skipped: deque[tuple[int, int]] = deque(maxlen=MAX_SKIPPED_SPANS)
-
-
-class _Take(NamedTuple):
-    """What a vote takes of one line."""
-
-    line: _Line
-    start: int
-    end: int
-    eager: int
-
-    def leaves_gap(self) -> bool:
-        """Whether positions before it are neither voted on nor recorded as eager."""
-        start, line = self.start, self.line
-        return start > line.frontier and start - line.frontier > self.eager - line.eager
-
-    def is_late(self) -> bool:
-        """Whether it is in a gap that was given up."""
-        return self.start < self.line.frontier and any(
-            start <= self.start and self.end <= end for start, end in self.line.skipped
-        )
+    def _frame(self, step: int, payload: bytes) -> bytes:
+        return _protocol.encode(_protocol.Extra(self._extra, self._pending.number, step, payload))
 
 
 class Client:
-    """A connection that the coordinator has let in."""
+    """The lines of one rank, and its connection once there is one."""
 
-    def __init__(self, sock: socket.socket, decoder: _protocol.Decoder, rank: int, coordinator: dict[str, Any]) -> None:
-        """Takes over a socket on which the welcome has been read; `coordinator` is what the welcome said."""
-        self._sock = sock
-        self._decoder = decoder
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.lock = threading.Lock()  # for the lines, and for what is sent
+        self.bytes_sent = 0
+        self.coordinator: dict[str, Any] = {}  # what the welcome said of it
+        self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
+        self.channels: dict[int, PendingVote] = {}  # votes about which extras go on talking
         self._rank = rank
-        self.coordinator = coordinator
-        self.reports = bool(coordinator.get("debug"))  # whether splits are explained
-        self._lines: dict[ProcessGroupId, _Line] = {}
-        self._undeclared = b""
-        self._sending = threading.Lock()
-        self._sent = threading.Condition(self._sending)  # notified when a vote has left
+        self._world_size = world_size
+        self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
+        self._sent = threading.Condition(self.lock)  # notified when a vote has left
         self._votes_wait_for_others = 0
-        self._numbers = 0
+        self._number = 0
         self._votes: dict[int, PendingVote] = {}
-        self._details: dict[int, dict[str, Any]] = {}
-        # Held by those who take part. When a ticket is thrown away the others are told with the next vote.
-        self._exchanges: dict[int, weakref.ref[Rounds]] = {}
-        self._thrown_away: deque[int] = deque()
         # Reentrant, because a signal handler's exception can come between taking it and `try`: it stays taken then, and
         # its thread must be able to read on.
         self._reading = threading.RLock()
         self._turn = threading.Condition()
         self._others_wait = 0
+        self._quiet_at = 0.0  # when the last read began that found nothing
+        self._sock: socket.socket | None = None
+        self._decoder = _protocol.Decoder(_protocol.FROM_COORDINATOR)
         self._failure: tuple[type[HandshakeError], str] | None = None
-        self.bytes_sent = 0
-        limit_waits(sock, receive_s=LOOK_UP_S, send_s=SEND_WITHIN_S)
-        decoder.max_frame_bytes = _protocol.MAX_FRAME_BYTES
-        self._hand_out()  # what came together with the welcome
+
+    # ------------------------------------------------------------------ lines
+
+    def line(self, group: _vocabulary.ProcessGroupId) -> Line:
+        """This rank's line of a group, declared ahead of the next vote if it is new. `lock` is held. Raises
+        HandshakeConfigError where the group reaches outside the world, does not hold this rank, or is one too many."""
+        line = self._lines.get(group)
+        if line is None:
+            _vocabulary.must_be_in_world(group.ranks, self._world_size)
+            if self._rank not in group:
+                text = f"rank {self._rank} votes on a group that it is not in ({_vocabulary.format_ranks(group)})"
+                raise HandshakeConfigError(text, ranks=[self._rank], group=group.ranks)
+            if len(self._lines) >= _protocol.MAX_GROUPS_PER_RANK:
+                raise HandshakeConfigError(
+                    f"rank {self._rank} has voted on {len(self._lines)} process groups, which is all that a connection "
+                    f"can name; reuse groups, rather than making new ones for ever"
+                )
+            line = self._lines[group] = Line(group.ranks)
+            line.number = len(self._lines)
+            self.ahead.append(_protocol.encode(_protocol.Group(line.number, group.ranks)))
+        return line
+
+    def resolve(self, collectives: Mapping[_vocabulary.ProcessGroupId, int]) -> list[tuple[Line, int]]:
+        """The lines of a graph's groups, with how many collectives it issues on each; those alone that meet others.
+
+        Raises:
+            HandshakeConfigError: as `line`, or the graph is on too many groups. Nothing has changed then.
+        """
+        meets = [(group, number) for group, number in collectives.items() if number and len(group) > 1]
+        if len(meets) > _protocol.MAX_SPANS:
+            raise _too_many_groups(len(meets))
+        with self.lock:
+            return [(self.line(group), number) for group, number in meets]
+
+    def record_eager(self, group: _vocabulary.ProcessGroupId, number: int) -> None:
+        """Counts collectives that were issued outside any graph."""
+        with self.lock:
+            line = self.line(group)
+            _vocabulary.ProcessGroupCollectiveCount(line.position, 0)
+            line.position = _vocabulary.ProcessGroupCollectiveCount(line.position + number, 0).end
 
     # ------------------------------------------------------------------ votes
 
-    def vote(self, counts: RankCollectiveCounts, digest: bytes, flags: int) -> PendingVote | None:
-        """Sends a vote, when it is its turn on the lines of its groups.
+    def vote(self, takes: Sequence[tuple[Line, int]], digest: bytes, flags: int) -> PendingVote:
+        """Counts a graph's collectives, and sends its vote, in one step.
 
         Args:
-            counts: where the rank stands, the graph's spans included.
+            takes: from `resolve`, not empty.
             digest: the fingerprint's, `DIGEST_BYTES` long.
             flags: PARTIAL, HAS_GRAPH.
 
+        Raises:
+            HandshakeError: the connection is lost.
+        """
+        with self.lock:
+            spans: list[int] = []
+            for line, number in takes:
+                spans += (line.number, line.position, number)
+                line.position += number
+            return self._cast(spans, digest, flags)
+
+    def _cast(self, spans: Sequence[int], digest: bytes, flags: int) -> PendingVote:
+        number = self._number = self._number + 1 & 0xFFFFFFFF
+        # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
+        pending = self._votes[number] = PendingVote(number, time.monotonic())
+        self.send(_protocol.encode_vote(number, flags, digest, spans))
+        return pending
+
+    def vote_counted(
+        self, counts: _vocabulary.RankCollectiveCounts, digest: bytes, flags: int
+    ) -> PendingVote | None:
+        """`vote` for spans that the caller has counted, once it is their turn on their lines.
+
         Returns:
-            The vote, for `wait`; None if the graph meets no other rank.
+            None if the graph meets no other rank.
 
         Raises:
-            HandshakeConfigError: a group reaches outside the world, or there are too many. Nothing was sent then.
+            HandshakeConfigError: as `resolve`. Nothing was sent then.
+            HandshakeError: the connection is lost.
         """
-        with self._sending:
-            # Not through the Mapping's methods: this is every dispatch's path.
-            takes = [
-                _Take(
-                    self._lines.get(group) or self._declare(group),
-                    count.collective_count_before,
-                    count.collective_count_before + count.num_collectives_in_graph,
-                    counts._eager.get(group, 0) if counts._eager else 0,
-                )
-                for group, count in counts._pg_to_count.items()
-                if count.num_collectives_in_graph and len(group.ranks) > 1
-            ]
-            if len(takes) > _protocol.MAX_SPANS:
-                raise too_many_groups(len(takes))
-            late: list[_Take] = []
-            if any(take.start != take.line.frontier for take in takes):
-                self._wait_for_the_votes_before(takes)
-                late = [take for take in takes if take.is_late()]
-            if late:
-                takes = [take for take in takes if take not in late]
-                line, start, end, _ = late[0]
-                reason = (
-                    f"rank {self._rank}'s vote at [{start}, {end}) on {format_ranks(line.ranks)} came more than "
-                    f"{GAP_WAIT_S:g} s after a later one of another thread, which was sent without it: the others have "
-                    f"gone on split"
-                )
-                if not takes:
-                    return _split_here(reason)
-                # What it meets on its other groups must be split too: this is nobody's fingerprint.
-                logger.warning("handshake: %s", reason)
-                digest, flags = os.urandom(DIGEST_BYTES), 0
+        with self.lock:
+            takes: list[tuple[Line, int, int]] = []
+            in_turn = True
+            for group, count in counts.items():
+                if count.num_collectives_in_graph and len(group.ranks) > 1:
+                    line = self._lines.get(group) or self.line(group)
+                    takes.append((line, count.collective_count_before, count.num_collectives_in_graph))
+                    in_turn = in_turn and line.position == count.collective_count_before
             if not takes:
                 return None
-            for line, _, end, eager in takes:
-                # A span that goes back is for the coordinator to refuse; the line stays where it was.
-                if end > line.frontier:
-                    line.frontier, line.eager = end, eager
-            number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
-            pending = self._votes[number] = PendingVote(number)
-            spans = [(line.number, start, end) for line, start, end, _ in takes]
-            self._send(_protocol.vote(number, flags, digest, spans))
+            if len(takes) > _protocol.MAX_SPANS:
+                raise _too_many_groups(len(takes))
+            if not in_turn:
+                eager = {self._lines[group]: number for group, number in counts._eager.items() if group in self._lines}
+                takes, late = self._wait_for_turn(takes, eager)
+                if late and not takes:
+                    answered = PendingVote(0, time.monotonic())
+                    answered.outcome, answered.facts = _protocol.SPLIT, {"reason": late}
+                    return answered
+                if late:
+                    # What it meets on its other groups must be split too: this is nobody's fingerprint.
+                    logger.warning("handshake: %s", late)
+                    digest, flags = os.urandom(_vocabulary.DIGEST_BYTES), 0
+            spans: list[int] = []
+            for line, start, number in takes:
+                spans += (line.number, start, number)
+                line.position = max(line.position, start + number)  # to go back is for the coordinator to refuse
+            pending = self._cast(spans, digest, flags)
             if self._votes_wait_for_others:
                 self._sent.notify_all()
         return pending
 
-    def vote_usually(self, counts: RankCollectiveCounts, digest: bytes, flags: int) -> PendingVote | None:
-        """`vote`, and a first read, in few steps for the usual handshake: on one group, declared before, without a gap
-        before the span, and no other thread reads.
+    def _wait_for_turn(
+        self, takes: list[tuple[Line, int, int]], eager: Mapping[Line, int]
+    ) -> tuple[list[tuple[Line, int, int]], str]:
+        """Waits a moment while positions before these are neither voted on nor recorded as eager. Returns those that are
+        not in a gap that was given up before, and what became of the others."""
 
-        Returns:
-            None if it is no such vote; nothing has happened then. Else the vote, for `wait`: mostly it is answered.
-        """
-        if counts._eager or self._thrown_away or self._failure is not None:
-            return None
-        group = None
-        for known, known_count in counts._pg_to_count.items():
-            if known_count.num_collectives_in_graph:
-                if group is not None:
-                    return None
-                group, count = known, known_count
-        if group is None or (line := self._lines.get(group)) is None or not self._reading.acquire(False):
-            return None
-        try:
-            start = count.collective_count_before
-            with self._sending:
-                if line.frontier != start or self._undeclared or self._decoder.is_within_frame:
-                    return None
-                end = line.frontier = start + count.num_collectives_in_graph
-                number = self._numbers = (self._numbers + 1) & 0xFFFFFFFF
-                frame = _protocol.vote_on_one(number, flags, digest, line.number, start, end)
-                self.bytes_sent += len(frame)
-                # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
-                pending = self._votes[number] = PendingVote(number)
-                try:
-                    self._sock.sendall(frame)
-                    sent = True
-                except BlockingIOError:
-                    self._fail(HandshakePeerLostError, _TAKES_NOTHING)
-                    sent = False
-                except OSError:
-                    sent = False  # what the coordinator said before is still to be read, and tells more
-                except BaseException:
-                    self._fail(HandshakePeerLostError, _INTERRUPTED)
-                    raise
-                if self._votes_wait_for_others:
-                    self._sent.notify_all()
-            try:
-                data = self._sock.recv(READ_BYTES) if sent else None
-            except OSError:
-                data = None  # nothing for a while; or the connection broke, as `wait` finds
-            if data == _protocol.verdict(number, _protocol.FAT):
-                del self._votes[number]
-                pending.outcome = _protocol.FAT
-                return pending
-            if data is not None:
-                self._take(data)
-            return pending
-        finally:
-            self._reading.release()
-            if self._others_wait:
-                self._wake_others()
+        def gaps() -> list[tuple[Line, int]]:
+            return [
+                (line, start)
+                for line, start, _ in takes
+                if start - line.position > max(0, eager.get(line, 0) - line.eager)
+            ]
 
-    def _declare(self, group: ProcessGroupId) -> _Line:
-        """Gives a group a number. The frame that says so goes before whatever is sent next."""
-        world_size = int(self.coordinator["world_size"])
-        if group.ranks[-1] >= world_size:
-            raise HandshakeConfigError(
-                f"{format_ranks(group.ranks)} reach outside a world of {world_size} ranks",
-                ranks=[group.ranks[-1]],
-                group=group.ranks,
-            )
-        if len(self._lines) >= _protocol.MAX_GROUPS_PER_RANK:
-            raise HandshakeConfigError(
-                f"rank {self._rank} has voted on {len(self._lines)} process groups, which is all that a connection "
-                f"can name; reuse groups, rather than making new ones for ever"
-            )
-        line = self._lines[group] = _Line(len(self._lines), group.ranks)
-        self._undeclared += _protocol.group(line.number, group.ranks)
-        return line
-
-    def _wait_for_the_votes_before(self, takes: "list[_Take]") -> None:
-        """Waits a moment while positions before these are neither voted on nor recorded as eager."""
         self._votes_wait_for_others += 1
         try:
-            self._sent.wait_for(lambda: not any(take.leaves_gap() for take in takes), GAP_WAIT_S)
+            self._sent.wait_for(lambda: not gaps(), GAP_WAIT_S)
         finally:
             self._votes_wait_for_others -= 1
-        for take in takes:
-            if take.leaves_gap():
-                take.line.skipped.append((take.line.frontier, take.start))
+        for line, start in gaps():
+            line.gaps.append((line.position, start))
+        in_time, reason = [], ""
+        for line, start, number in takes:
+            line.eager = max(line.eager, eager.get(line, 0))
+            if start < line.position and any(first <= start and start + number <= last for first, last in line.gaps):
+                reason = (
+                    f"rank {self._rank}'s vote at [{start}, {start + number}) on "
+                    f"{_vocabulary.format_ranks(line.ranks)} came more than {GAP_WAIT_S:g} s after a later one of "
+                    f"another thread, which was sent without it: the others have gone on split"
+                )
+            else:
+                in_time.append((line, start, number))
+        return in_time, reason
 
-    def send_graph(self, vote: PendingVote, compressed: bytes) -> None:
-        """Sends the graph that a verdict asked for."""
-        with self._sending:
-            self._send(_protocol.graph(vote.number, compressed))
+    def give_up(self, pending: PendingVote) -> None:
+        """Nobody will ask for this vote's answer. Takes no lock, so that a destructor can call it."""
+        pending.is_abandoned = True
+        if pending.number in self.channels:
+            self._call_off(pending)
 
-    # ------------------------------------------------------------------ exchanges
-
-    def send_to_exchange(self, rounds: Rounds, round_number: int, payload: bytes) -> None:
-        """This rank's part in a round. Nothing is sent to an exchange that was called off."""
-        with self._sending:
-            if rounds.called_off is None:
-                self._send(_protocol.exchange(rounds.number, round_number, payload))
-
-    def next_round(self, rounds: Rounds) -> PendingRound:
-        """The next result of an exchange, for `wait`: results come in the order of the rounds."""
-        pending = rounds.round(rounds.asked_for)
-        rounds.asked_for += 1
-        if rounds.called_off is not None and not pending.outcome:
-            pending.end(False, rounds.called_off)
-        return pending
-
-    def end_exchange(self, rounds: Rounds) -> None:
-        """The exchange has ended for this rank."""
-        self._exchanges.pop(rounds.number, None)
-        rounds.rounds.clear()
-        rounds.called_off = rounds.called_off or b"this rank has ended the exchange"
+    def _call_off(self, pending: PendingVote) -> None:
+        Channel(self, pending, _protocol.PLANS, 0.0).abandon(_protocol.CALL_OFF, b"its ticket was thrown away")
 
     # ------------------------------------------------------------------ waiting
 
-    def wait(self, pending: PendingVote | PendingRound, seconds: float) -> None:
-        """Blocks until the verdict, or the round's result, is there; for so many seconds at most.
+    def wait_for(self, pending: PendingVote, seconds: float) -> None:
+        """Blocks until the verdict is there, until `seconds` after the vote at most. Raises as `wait`."""
+        if not pending.outcome:
+            self.wait(lambda: bool(pending.outcome), pending.sent_at + seconds)
+
+    def wait(self, is_there: Callable[[], bool], deadline: float) -> None:
+        """Blocks until what is waited for is there.
 
         Raises:
             HandshakePeerLostError: the coordinator is gone.
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
-            HandshakeTimeoutError: the coordinator does not answer.
+            HandshakeTimeoutError: the coordinator has said nothing until the deadline, a time of `time.monotonic`.
         """
-        deadline = Deadline(seconds)
-        while not pending.outcome:
-            self._raise_failure()
+        while not is_there():
             if self._reading.acquire(False):
                 try:
-                    while not pending.outcome and self._failure is None:
-                        self._receive()
-                        if not pending.outcome and not deadline.remaining():
-                            raise self._no_answer(deadline.passed())
+                    while not is_there():
+                        self._raise_failure()
+                        self._read()
+                        if self._quiet_at >= deadline:
+                            raise self._no_answer(deadline)
                 finally:
                     self._reading.release()
                     if self._others_wait:
                         self._wake_others()
-            else:
-                with self._turn:
-                    self._others_wait += 1
-                    try:
-                        if not pending.outcome and not self._nobody_reads():
-                            self._turn.wait(LOOK_UP_S)
-                    finally:
-                        self._others_wait -= 1
-                if not pending.outcome and not deadline.remaining():
-                    raise self._no_answer(deadline.passed())
+                return
+            with self._turn:
+                self._others_wait += 1
+                try:
+                    if not is_there() and not self._nobody_reads():
+                        self._turn.wait(LOOK_UP_S)
+                finally:
+                    self._others_wait -= 1
+            # Not by the clock alone: what came while this process was stopped has yet to be read.
+            if self._quiet_at >= deadline and not is_there():
+                raise self._no_answer(deadline)
 
     def _nobody_reads(self) -> bool:
         if self._reading.acquire(False):
@@ -438,304 +350,276 @@ class Client:
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
-        while self._failure is None:
-            try:
-                self.wait(PendingRound(), LOOK_UP_S)
-            except HandshakeTimeoutError:
-                pass
-            except HandshakeError:
-                return
+        with contextlib.suppress(HandshakeError):
+            self.wait(lambda: False, float("inf"))
 
     def _wake_others(self) -> None:
-        if self._others_wait:
-            with self._turn:
-                self._turn.notify_all()
+        with self._turn:
+            self._turn.notify_all()
 
-    def _no_answer(self, seconds: float) -> HandshakeTimeoutError:
-        return HandshakeTimeoutError(
-            f"rank {self._rank}: {self._describe_coordinator()} has not answered within {seconds:.1f} s, and not "
-            f"ended the wait either: its process hangs, or its host is not reachable any more. Look at that process",
-            ranks=[int(self.coordinator["rank"])],
-            seconds=seconds,
-        )
-
-    def _receive(self) -> bool:
-        """Reads once, and hands out what came. Returns whether anything did, within LOOK_UP_S."""
+    def _read(self) -> None:
+        """Reads once, for LOOK_UP_S at most, and hands out what came."""
+        began = time.monotonic()
         try:
-            data = self._sock.recv(READ_BYTES)
+            data = self._socket().recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            return False
+            self._quiet_at = began
+            return
         except OSError as error:
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
-            return True
-        self._take(data)
-        return True
-
-    def _take(self, data: bytes) -> None:
-        """Hands out what was read."""
+            return
         if not data:
             self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
             return
-        self._decoder.feed(data)
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        """Handles the messages that have arrived whole."""
         try:
-            while (message := self._decoder.next_message()) is not None:
+            for message in self._decoder.feed(data):
                 self._handle(message)
         except HandshakeProtocolError as error:
             self._fail(HandshakeProtocolError, str(error))
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
-            vote = self._votes.pop(message.vote, None)
-            if vote is None:
+            pending = self._votes.pop(message.vote, None)
+            if pending is None:
                 raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
-            vote.flags = message.flags
-            if message.exchange:
-                vote.rounds = Rounds(message.exchange)
-                # The callback may come at any moment, in any thread: it takes no lock.
-                give_up = functools.partial(self._thrown_away.append, message.exchange)
-                self._exchanges[message.exchange] = weakref.ref(vote.rounds, lambda _: give_up())
-            if message.outcome != _protocol.FAT:
-                vote.facts = self._details.pop(message.vote, {})
-            vote.outcome = message.outcome
-            self._wake_others()
+            if message.flags & _protocol.PLAN:
+                self.channels[message.vote] = pending
+                if pending.is_abandoned:
+                    self._call_off(pending)
+            pending.flags, pending.outcome = message.flags, message.outcome
+            if self._others_wait:
+                self._wake_others()
         elif isinstance(message, _protocol.Detail):
-            self._details[message.vote] = message.facts
+            if message.vote in self._votes:
+                self._votes[message.vote].facts = message.facts
+        elif isinstance(message, _protocol.Extra):
+            pending = self._votes.get(message.vote) or self.channels.get(message.vote)
+            if pending is not None:
+                pending.mail.append(message)
+                self._wake_others()
         elif isinstance(message, _protocol.Notice):
-            logger.warning("handshake: rank %d still waits: %s", self._rank, message.text)
-        elif isinstance(message, _protocol.Result):
-            self._take_result(message)
-        elif isinstance(message, _protocol.Report):
-            self._log_report(message.facts)
+            logger.warning("handshake: %s", message.text)
         elif isinstance(message, _protocol.Goodbye):
             self._fail(HandshakePeerLostError, message.reason)
-        else:
-            raise HandshakeProtocolError(f"an unexpected {type(message).__name__}")
-
-    def _take_result(self, result: _protocol.Result) -> None:
-        known = self._exchanges.get(result.exchange)
-        rounds = known() if known is not None else None
-        if rounds is None:
-            return  # this rank has ended the exchange
-        if result.ok:
-            rounds.round(rounds.arrived).end(True, result.payload)
-            rounds.arrived += 1
-        else:
-            rounds.called_off = result.payload
-            for pending in rounds.rounds[rounds.arrived :]:
-                pending.end(False, result.payload)
-        self._wake_others()
-
-    def _log_report(self, facts: dict[str, Any]) -> None:
-        if "log" in facts:
-            logger.warning("handshake coordinator: %s", facts["log"])
-        elif "text" in facts:
-            where = f"\n(side by side: {facts['path']})" if facts.get("path") else ""
-            logger.warning("handshake: why the ranks' graphs were split:\n%s%s", facts["text"].rstrip(), where)
-        elif facts.get("path"):
-            logger.warning(
-                "handshake: why rank %d was split is in the log of rank %s, and in %s on its host",
-                self._rank,
-                facts.get("rank"),
-                facts["path"],
-            )
 
     # ------------------------------------------------------------------ the connection
 
-    def _send(self, data: bytes) -> None:
-        """Sends frames, `_sending` being held."""
+    @property
+    def is_connected(self) -> bool:
+        return self._sock is not None
+
+    def take_over(self, sock: socket.socket, decoder: _protocol.Decoder, messages: list[_protocol.Message]) -> None:
+        """Goes on with a socket on which the coordinator has let this rank in: its welcome, and what came with it."""
+        # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
+        sock.settimeout(None)
+        for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
+        self.coordinator = messages[0][0]
+        self._decoder = decoder
+        with self.lock:
+            self._raise_failure()
+            self._sock = sock
+        for message in messages[1:]:
+            self._handle(message)
+
+    def _socket(self) -> socket.socket:
+        if self._sock is None:
+            raise HandshakeError(f"rank {self._rank} is not connected")
+        return self._sock
+
+    def send(self, data: bytes) -> None:
+        """Sends a frame, and what is to go ahead of it. `lock` is held."""
         self._raise_failure()
-        if self._undeclared:
-            data, self._undeclared = self._undeclared + data, b""
-        while self._thrown_away:
-            number = self._thrown_away.popleft()
-            self._exchanges.pop(number, None)
-            data = _protocol.exchange(number, _protocol.ABORT, b"its ticket was thrown away") + data
+        while self.ahead:
+            data = self.ahead.popleft() + data
         try:
-            self._sock.sendall(data)
+            self._socket().sendall(data)
         except BlockingIOError:
-            self._fail(HandshakePeerLostError, _TAKES_NOTHING)
+            why = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
+            self._fail(HandshakePeerLostError, why)
         except OSError as error:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             if self._reading.acquire(False):
                 try:
-                    while self._failure is None and self._receive():
-                        pass
+                    self._quiet_at = 0.0
+                    while self._failure is None and not self._quiet_at:
+                        self._read()
                 finally:
                     self._reading.release()
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
         except BaseException:
-            self._fail(HandshakePeerLostError, _INTERRUPTED)
+            self._fail(HandshakePeerLostError, "a send was interrupted, and nobody knows how much of it has left")
             raise
         self._raise_failure()
         self.bytes_sent += len(data)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure[0](self._failure[1], ranks=[int(self.coordinator["rank"])])
+            raise self._failure[0](self._failure[1], ranks=[int(self.coordinator.get("rank", 0))])
 
     def _fail(self, kind: type[HandshakeError], why: str) -> None:
         if self._failure is None:
             self._failure = (
                 kind,
-                f"rank {self._rank}: {self._describe_coordinator()} is lost: {why}. No handshake is possible any "
-                f"more; look at the log of that rank, and restart the job",
+                f"rank {self._rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
+                f"look at the log of that rank, and restart the job",
             )
         self._wake_others()
 
-    def _describe_coordinator(self) -> str:
+    def _no_answer(self, deadline: float) -> _vocabulary.HandshakeTimeoutError:
+        return _vocabulary.HandshakeTimeoutError(
+            f"rank {self._rank}: {self._coordinator_name()} has not answered in time, and not ended the wait either: "
+            f"its process hangs, or its host is not reachable any more. Look at that process",
+            ranks=[int(self.coordinator["rank"])],
+        )
+
+    def _coordinator_name(self) -> str:
         facts = self.coordinator
         return f"the coordinator (rank {facts.get('rank')}, {facts.get('host')}:{facts.get('pid')})"
 
     def close(self, reason: str) -> None:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""
-        if self._failure is None:
-            self._failure = (HandshakeError, f"rank {self._rank}: the handshake was closed")
-            # Not into the middle of another thread's frame. One that is stuck is woken by the shutdown.
-            if self._sending.acquire(timeout=CLOSE_WITHIN_S):
-                try:
-                    self._sock.sendall(_protocol.goodbye(reason))
-                except OSError:
-                    pass
-                finally:
-                    self._sending.release()
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        sock, failure = self._sock, self._failure
+        self._failure = failure or (HandshakeError, f"rank {self._rank}: {reason}")
+        if sock is None:
+            return
+        # Not into the middle of another thread's frame. One that is stuck is woken by the shutdown.
+        if failure is None and self.lock.acquire(timeout=CLOSE_WITHIN_S):
+            try:
+                sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self._rank} closed its handshake")))
+            except OSError:
+                pass
+            finally:
+                self.lock.release()
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
         self._wake_others()
         # A thread that reads is woken by the shutdown; only then may the descriptor's number be used again.
         if self._reading.acquire(timeout=2 * LOOK_UP_S):
-            self._sock.close()
+            sock.close()
             self._reading.release()
 
     def abandon(self) -> None:
         """In a forked child: lets go of the parent's connection, without a word to the coordinator."""
         self._failure = (HandshakeError, f"rank {self._rank}: this connection belongs to the parent process")
-        self._sock.close()
+        if self._sock is not None:
+            self._sock.close()
 
 
-def connect(find_endpoint: Callable[[Deadline], Endpoint], facts: dict[str, Any], deadline: Deadline) -> Client:
-    """Connects to the coordinator, trying again while it is still starting.
+def _too_many_groups(number: int) -> HandshakeConfigError:
+    text = f"a graph has collectives on {number} process groups of this rank; a vote can name {_protocol.MAX_SPANS}"
+    return HandshakeConfigError(text)
+
+
+# ---------------------------------------------------------------------- finding the coordinator, and being let in
+
+
+def connect(
+    client: Client, find_endpoint: "Callable[[Deadline], Endpoint]", facts: dict[str, Any], deadline: "Deadline"
+) -> None:
+    """Connects a client to the coordinator, trying again while it is still starting.
 
     Args:
+        client: is given the connection.
         find_endpoint: says where the coordinator is; asked anew for every attempt.
         facts: this rank's hello, but for the session, which the endpoint gives.
         deadline: when to give up.
 
     Raises:
         HandshakePeerLostError: nobody was reached by then.
-        HandshakeProtocolError: what listens there is no coordinator, speaks another version, or refuses this rank, and
-            no other address of the coordinator's is better.
+        HandshakeProtocolError: what listens there is not a coordinator, speaks another version, or refuses this rank,
+            and no other address of the coordinator's is better.
     """
-    rank = int(facts["rank"])
     retry_s = FIRST_RETRY_S
     while True:
         endpoint = find_endpoint(deadline)
         failures: list[str] = []
         refused: HandshakeProtocolError | None = None
-        for host in endpoint.hosts:
+        for host, family, address in _addresses(endpoint, failures):
             try:
-                addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:
-                failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
-                continue
-            for family, *_, address in addresses:
-                try:
-                    return _try(family, address, endpoint, facts, deadline)
-                except OSError as error:
-                    failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
-                except HandshakeProtocolError as error:
-                    # A stranger, perhaps; the coordinator may be at the next address.
-                    refused = refused or error
+                with contextlib.ExitStack() as undo:
+                    sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    client.take_over(sock, *_greet(sock, address, endpoint, facts, deadline))
+                    undo.pop_all()
+                    return
+            except OSError as error:
+                failures.append(f"{host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}")
+            except HandshakeProtocolError as error:
+                # A stranger, perhaps; the coordinator may be at the next address.
+                refused = refused or error
         if refused is not None:
             raise refused
-        remaining = deadline.remaining()
-        if not remaining:
+        if not deadline.remaining():
             raise HandshakePeerLostError(
-                f"rank {rank} found no handshake coordinator within {deadline.seconds:.1f} s: {'; '.join(failures)}. "
-                f"Is the coordinator rank up, has it made a Handshake(), and is it reachable by that address "
-                f"(MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
+                f"rank {facts['rank']} found no handshake coordinator within {deadline.seconds:.1f} s: "
+                f"{'; '.join(failures)}. Is the coordinator rank up, has it made a Handshake(), and is it reachable by "
+                f"that address (MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
                 ranks=[int(facts["coordinator_rank"])],
                 seconds=deadline.seconds,
             )
-        time.sleep(min(retry_s, remaining))
+        time.sleep(min(retry_s, deadline.remaining()))
         retry_s = min(retry_s * 1.5, LAST_RETRY_S)
 
 
-def _try(family: int, address: Any, endpoint: Endpoint, facts: dict[str, Any], deadline: Deadline) -> Client:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        attempt = Deadline(min(ATTEMPT_S, max(deadline.remaining(), 0.1)))
-        sock.settimeout(attempt.remaining())
-        sock.connect(address)
-        prepare_socket(sock)
-        decoder = _protocol.Decoder()
-        where = f"what listens on {address[0]} port {address[1]}"
+def _addresses(endpoint: "Endpoint", failures: list[str]) -> Iterator[tuple[str, int, Any]]:
+    for host in endpoint.hosts:
         try:
-            greeting = _first(sock, decoder, attempt)
-        except HandshakeProtocolError as error:
-            raise HandshakeProtocolError(
-                f"{where} is no handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, "
-                f"the same on all ranks"
-            ) from error
-        if not isinstance(greeting, _protocol.Greeting):
-            raise HandshakeProtocolError(f"{where} is no handshake coordinator: it began with {greeting!r}")
-        if greeting.version != _protocol.VERSION:
-            raise HandshakeProtocolError(
-                f"the coordinator on {address[0]} port {address[1]} speaks version {greeting.version} of the handshake "
-                f"protocol, rank {facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
-            )
-        sock.sendall(
-            _protocol.hello({**facts, "session": endpoint.session}, endpoint.secret.encode(), greeting.nonce)
+            found = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
+            continue
+        for family, *_, address in found:
+            yield host, family, address
+
+
+def _greet(
+    sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
+) -> tuple[_protocol.Decoder, list[_protocol.Message]]:
+    """Connects a socket and says who this rank is; the answer is a welcome, perhaps with more behind it. Raises OSError
+    where nobody answers, HandshakeProtocolError where the wrong one does."""
+    until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
+    sock.settimeout(until - time.monotonic())
+    sock.connect(address)
+    prepare_socket(sock)
+    where = f"what listens on {address[0]} port {address[1]}"
+    decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
+    try:
+        [greeting] = _answer(sock, decoder, until)
+        if not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
+            raise HandshakeProtocolError(f"it began with {greeting!r}")
+    except HandshakeProtocolError as error:
+        raise HandshakeProtocolError(
+            f"{where} is not a handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, "
+            f"the same on all ranks"
+        ) from error
+    if greeting.version != _protocol.VERSION:
+        raise HandshakeProtocolError(
+            f"the coordinator on {address[0]} port {address[1]} speaks version {greeting.version} of the handshake "
+            f"protocol, rank {facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
         )
-        answer = _first(sock, decoder, attempt)
-        if isinstance(answer, _protocol.Refused):
-            raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {answer.reason}", ranks=[facts["rank"]])
-        if not isinstance(answer, _protocol.Welcome):
-            raise HandshakeProtocolError(f"{where} answered a hello with {type(answer).__name__}")
-        return Client(sock, decoder, int(facts["rank"]), answer.facts)
-    except BaseException:
-        sock.close()
-        raise
+    said = _protocol.write_facts({**facts, "session": endpoint.session})
+    proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
+    sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
+    decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
+    answers = _answer(sock, decoder, until)
+    if not isinstance(answers[0], _protocol.Welcome):
+        reason = answers[0].reason if isinstance(answers[0], _protocol.Refused) else f"it answered {answers[0]!r}"
+        raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {reason}", ranks=[facts["rank"]])
+    decoder.kinds = _protocol.FROM_COORDINATOR
+    return decoder, answers
 
 
-def _first(sock: socket.socket, decoder: _protocol.Decoder, attempt: Deadline) -> _protocol.Message:
-    while True:
-        message = decoder.next_message()
-        if message is not None:
-            return message
-        sock.settimeout(max(attempt.remaining(), 0.001))
+def _answer(sock: socket.socket, decoder: _protocol.Decoder, until: float) -> list[_protocol.Message]:
+    """What comes next, one message or more."""
+    messages: list[_protocol.Message] = []
+    while not messages:
+        sock.settimeout(max(until - time.monotonic(), 0.001))
         try:
             data = sock.recv(READ_BYTES)
         except TimeoutError:
-            raise TimeoutError(
-                f"something listens there, and has said nothing for {attempt.seconds:.1f} s: another program, or a "
-                f"coordinator that hangs"
-            ) from None
+            text = "something listens there, and has said nothing: another program, or a coordinator that hangs"
+            raise TimeoutError(text) from None
         if not data:
             raise ConnectionResetError("it closed the connection")
-        decoder.feed(data)
-
-
-def too_many_groups(number: int) -> HandshakeConfigError:
-    """What to raise for a graph on so many groups."""
-    return HandshakeConfigError(
-        f"a graph has collectives on {number} process groups of this rank; a vote can name {_protocol.MAX_SPANS}"
-    )
-
-
-def _split_here(reason: str) -> PendingVote:
-    """A vote that need not be sent to be answered SPLIT."""
-    vote = PendingVote(0)
-    vote.facts = {"reason": reason}
-    vote.outcome = _protocol.SPLIT
-    return vote
-
-
-def host_and_pid() -> dict[str, Any]:
-    """How other ranks name this process."""
-    return {"host": socket.gethostname(), "pid": os.getpid()}
+        messages += decoder.feed(data)
+    return messages

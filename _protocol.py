@@ -60,8 +60,9 @@ FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5
 PARTIAL, HAS_GRAPH = 1, 2
 # Flag of a verdict: all ranks of the component look for a plan now.
 PLAN = 1
-# Extras, and the step that has a log's text for the payload.
+# Extras; and the step by which a rank calls a plan off.
 PLANS, REPORTS = 1, 2
+CALL_OFF = 5
 
 _LENGTH_BYTES = 4
 _HEADER = struct.Struct("!IB")
@@ -164,7 +165,7 @@ class _Tail(NamedTuple):
     max_bytes: int
 
 
-def _write_json(facts: Any) -> bytes:
+def write_facts(facts: Any) -> bytes:
     return facts if isinstance(facts, bytes) else json.dumps(facts, separators=(",", ":")).encode()
 
 
@@ -220,7 +221,7 @@ _TEXT = _Tail(
     lambda data, _: data.decode("utf-8", "replace"),
     MAX_TEXT_BYTES,
 )
-_FACTS = _Tail(_write_json, read_facts, MAX_JSON_BYTES)
+_FACTS = _Tail(write_facts, read_facts, MAX_JSON_BYTES)
 _BYTES = _Tail(bytes, lambda data, _: data, MAX_PAYLOAD_BYTES)
 _HELLO_FACTS = _BYTES._replace(max_bytes=MAX_HELLO_BYTES)
 _RANKS = _Tail(
@@ -285,7 +286,7 @@ def detail_facts(
 ) -> bytes:
     """The facts of a `Detail`: what happened, and the ranks, the group and the span that it is about."""
     about = {"ranks": runs(ranks), "group": group and runs(group), "span": span}
-    return _write_json({"reason": reason[:MAX_TEXT_BYTES], **about})
+    return write_facts({"reason": reason[:MAX_TEXT_BYTES], **about})
 
 
 def proof(secret: bytes, nonce: bytes, facts: bytes) -> bytes:

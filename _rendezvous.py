@@ -34,7 +34,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._client import Deadline, Endpoint
     from ._vocabulary import (
         HandshakeConfigError,
         HandshakeError,
@@ -45,7 +44,6 @@ if __package__:
         whole_number,
     )
 else:
-    from _client import Deadline, Endpoint
     from _vocabulary import (
         HandshakeConfigError,
         HandshakeError,
@@ -84,6 +82,37 @@ def torch_distributed() -> Any:
     if module is not None and module.is_available() and module.is_initialized():
         return module
     return None
+
+
+class Deadline:
+    """A moment by which something must have happened."""
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def passed(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self._at + self.seconds
+
+    def cut(self) -> None:
+        """It is now."""
+        self._at = 0.0
+
+    def remaining(self) -> float:
+        """Seconds until then, never negative."""
+        return max(0.0, self._at - time.monotonic())
+
+
+class Endpoint(NamedTuple):
+    """Where the coordinator listens, and what a rank must show to be let in."""
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: str
+    session: str
 
 
 class Place(NamedTuple):
@@ -398,3 +427,43 @@ def _source_towards(target: str) -> str:
     except OSError:
         return ""
     return "" if source.startswith("fe80:") else source  # a link's own, which means nothing elsewhere
+
+from _vocabulary import HandshakeStage, group_naming
+TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
+ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
+DEBUG_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG"
+class Settings(NamedTuple):
+    rank: int
+    world_size: int
+    coordinator_rank: int
+    host: str
+    port: Any
+    port_source: str
+    secret: Any
+    uses_store: bool
+    timeout_s: float
+    split_on_timeout: bool
+    stage: Any
+    groups: str
+    debug: str
+    coordinator: str
+    @classmethod
+    def resolve(cls, given):
+        d = torch_distributed()
+        g = given.get
+        e = os.environ.get
+        rank = g("current_rank"); world = g("world_size")
+        if rank is None: rank = d.get_rank() if d else int(e("RANK"))
+        if world is None: world = d.get_world_size() if d else int(e("WORLD_SIZE"))
+        port = g("port") if g("port") is not None else (int(e(PORT_VARIABLE)) if e(PORT_VARIABLE) else None)
+        return cls(rank, world, g("coordinator_rank") or 0, g("host") or e("MASTER_ADDR") or "localhost", port, "port", g("secret") or e("TORCH_TPU_INTERNAL_HANDSHAKE_SECRET"),
+            g("host") is None and g("port") is None, float(g("timeout_s") or e(TIMEOUT_VARIABLE) or 60), (g("on_timeout") or e(ON_TIMEOUT_VARIABLE)) == "split",
+            HandshakeStage.parse(g("stage"), "stage") if g("stage") else HandshakeStage.from_env(), group_naming(g("groups")), str(g("debug") or e(DEBUG_VARIABLE) or ""), g("coordinator") or "process")
+    def must_agree_with(self, given): pass
+    @property
+    def place(self): return Place(self.coordinator_rank, self.host, self.port, self.port_source, self.secret, self.uses_store)
+    def store(self): return self.place.store()
+_sel, _late, _find = select_handshake_port, publish_late, find_endpoint
+def select_handshake_port(s): return _sel(s.place)
+def publish_late(s, e): return _late(s.place, e)
+def find_endpoint(s, d): return _find(s.place, d)

@@ -4,34 +4,32 @@
 Before a rank compiles, or dispatches, a graph with collectives, it votes: for each process group, which span of the
 group's collective line the graph takes, and a fingerprint of the program. If all the ranks that meet in those
 collectives vote the same, each gets True, and compiles the whole graph ("fat"). If not, each gets False, and splits at
-its collectives ("skinny"). See `_consensus` for the exact rule.
+its collectives ("skinny"). `_consensus` is the rule.
 
     if should_handshake(pg_to_num_collectives):
         fat = submit_handshake(fingerprint, pg_to_num_collectives)
 
-`Handshake` is one process's way to the coordinator, `DispatchGate` a compiled executable's vote at each dispatch.
+`Handshake` is this process's way to the coordinator, `DispatchGate` a compiled executable's vote at each dispatch.
 """
 
 import atexit
+import importlib
+import importlib.util
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 if __package__:
-    from . import _client, _coordinator, _protocol, _rendezvous
-    from ._client import Deadline, Endpoint, PendingVote
-    from ._settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, rank_or_size, stage_of
+    from . import _client, _coordinator, _protocol, _rendezvous, _vocabulary
     from ._vocabulary import (
-        STAGE_VARIABLE,
         CollectiveHandshakeRequest,
         CollectiveHandshakeResponse,
-        GroupLike,
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
@@ -42,24 +40,16 @@ if __package__:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
-        collectives_by_group,
-        fingerprint_digest,
-        format_ranks,
-        must_be_in_world,
-        whole_number,
     )
 else:
     import _client
     import _coordinator
     import _protocol
     import _rendezvous
-    from _client import Deadline, Endpoint, PendingVote
-    from _settings import DEBUG_VARIABLE, ON_TIMEOUT_VARIABLE, TIMEOUT_VARIABLE, Settings, rank_or_size, stage_of
+    import _vocabulary
     from _vocabulary import (
-        STAGE_VARIABLE,
         CollectiveHandshakeRequest,
         CollectiveHandshakeResponse,
-        GroupLike,
         HandshakeConfigError,
         HandshakeError,
         HandshakePeerLostError,
@@ -70,18 +60,12 @@ else:
         ProcessGroupCollectiveCount,
         ProcessGroupId,
         RankCollectiveCounts,
-        collectives_by_group,
-        fingerprint_digest,
-        format_ranks,
-        must_be_in_world,
-        whole_number,
     )
 
 __all__ = [
     "CollectiveHandshakeRequest",
     "CollectiveHandshakeResponse",
     "DispatchGate",
-    "Exchange",
     "Handshake",
     "HandshakeConfigError",
     "HandshakeError",
@@ -103,67 +87,60 @@ __all__ = [
 
 logger = logging.getLogger("torch_tpu.handshake")
 
-# A graph's text, or a callable that makes it. The callable is called in a thread of its own, at most once, and only
-# if debugging is on and the ranks were split: the graph must not change until then.
+# A graph's record or text, or a callable that makes it. The callable is called in a thread of its own, at most once,
+# and only if debugging is on and the ranks were split: the graph must not change until then.
 GraphText = str | Callable[[], str] | None
+
+# Fingerprints whose splits are counted, so that a split at every step does not bury the log. A job that makes new ones
+# for ever loses only how often it was told about old ones.
+MAX_SPLITS_COUNTED = 10_000
+
+_COUNTED_AS = ("fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number on the wire, less one
 
 _select_handshake_port = _rendezvous.select_handshake_port
 
 
-# ---------------------------------------------------------------------- one process's way to the coordinator
-
-
 class _Session:
-    """What all `Handshake` objects of one process and job share: the connection, and on the coordinator rank the
+    """What this process has of its job's handshakes: lines and connection (`client`), and on the coordinator rank the
     coordinator."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: _rendezvous.Settings) -> None:
         self.settings = settings
-        self.rank = settings.rank
-        self.closed = False
-        self.forked = False  # whether this is a copy of another process's
-        self.bytes_sent = 0  # by a connection that was closed
-        self.endpoint: Endpoint | None = None
+        self.client = _client.Client(settings.rank, settings.world_size)
+        self.closed = ""  # why, once it is
+        self.endpoint: _rendezvous.Endpoint | None = None  # on the coordinator rank
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
-        self.waited_s = 0.0
-        self.longest_wait_s = 0.0
-        self.counters = dict.fromkeys(("fat", "split", "timeout", "peer_lost", "refused"), 0)
+        self.waited_s = self.longest_wait_s = 0.0
+        self.counters = dict.fromkeys(_COUNTED_AS, 0)
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
-        self._connect_within = Deadline(0.0)
+        self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
-        self.connected: _client.Client | None = None
-        self.exchange_of_thread: dict[int, weakref.ref[Exchange]] = {}  # the last that was opened for each
         self._coordinator: _coordinator.Coordinator | None = None
         self._is_published = False
-        self._splits_of: dict[bytes, int] = {}
-        if settings.world_size > 1 and settings.rank == settings.place.coordinator_rank:
-            self._start_coordinator()
-
-    def _start_coordinator(self) -> None:
-        settings = self.settings
-        self._is_published = settings.place.store() is not None
-        listener, self.endpoint = _select_handshake_port(settings.place)
-        config = _coordinator.Config(
-            settings.rank,
-            {**self._facts(), "session": self.endpoint.session},
-            self.endpoint.secret,
-            settings.timeout_s,
-            settings.debug,
-        )
-        self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
+        self._splits_of: dict[str, int] = {}
+        if settings.world_size > 1 and settings.rank == settings.coordinator_rank:
+            self._is_published = settings.store() is not None
+            listener, self.endpoint = _rendezvous.select_handshake_port(settings)
+            _client.prepare_socket(listener)
+            facts = {**self._facts(), "session": self.endpoint.session}
+            config = _coordinator.Config(facts, self.endpoint.secret, settings.debug)
+            self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
 
     def _facts(self) -> dict[str, Any]:
-        facts = {
-            "rank": self.settings.rank,
-            "world_size": self.settings.world_size,
-            "coordinator_rank": self.settings.place.coordinator_rank,
-            "stage": self.settings.stage.name,
-            "timeout_s": self.settings.timeout_s,
-            "on_timeout": "split" if self.settings.split_on_timeout else "raise",
+        settings = self.settings
+        facts: dict[str, Any] = {
+            "rank": settings.rank,
+            "world_size": settings.world_size,
+            "coordinator_rank": settings.coordinator_rank,
+            "stage": settings.stage.name,
+            "groups": settings.groups,
+            "timeout_s": settings.timeout_s,
+            "on_timeout": "split" if settings.split_on_timeout else "raise",
             "python": ".".join(map(str, sys.version_info[:3])),
-            **_client.host_and_pid(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
         }
         for name in ("torch", "torch_tpu"):
             version = getattr(sys.modules.get(name), "__version__", None)
@@ -171,177 +148,102 @@ class _Session:
                 facts[name] = str(version)
         return facts
 
-    def client(self) -> _client.Client:
-        """The connection, made when it is first needed."""
+    def connected(self) -> _client.Client:
+        """The client, with a connection: made when it is first needed."""
+        if self.client.is_connected:
+            return self.client
         failure_before = self._connect_failure
         with self._connecting:
-            if self.connected is not None:
-                return self.connected
+            self.must_be_open()
+            if self.client.is_connected:
+                return self.client
             if self._connect_failure is not failure_before and self._connect_failure is not None:
                 raise self._connect_failure.with_traceback(None)  # another thread's attempt, while this one waited
-            with self._lock:
-                self.must_be_open()
-                self._connect_within = Deadline(self.settings.timeout_s)
+            self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             self.publish()
             try:
-                client = _client.connect(self._find, self._facts(), self._connect_within)
+                _client.connect(self.client, self._find, self._facts(), self._connect_within)
             except HandshakeError as error:
                 self.must_be_open()
                 self._connect_failure = error
                 raise
-            with self._lock:
-                if not self.closed:
-                    self.connected = client
-            if self.closed:
-                client.close(f"rank {self.rank} closed its handshake")
-                self.must_be_open()
-            if client.reports:
+            if self.client.coordinator.get("debug"):
                 # Reports come when nobody waits for a verdict; only a job that is being debugged gets any.
-                threading.Thread(target=client.read_on, name="handshake-reports", daemon=True).start()
-            return client
+                threading.Thread(target=self.client.read_on, name="handshake-reports", daemon=True).start()
+        return self.client
+
+    def _find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
+        # The coordinator's own rank knows what it bound; the others ask.
+        if self.endpoint is not None:
+            own = _rendezvous.loopback_address(self.settings.host)
+            return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
+        return _rendezvous.find_endpoint(self.settings, deadline)
 
     def publish(self) -> None:
         """Where the coordinator was started before the job had a store, in which the other ranks look now."""
-        if self._coordinator is not None and self.endpoint is not None and not self._is_published:
-            self._is_published = _rendezvous.publish_late(self.settings.place, self.endpoint)
+        if self.endpoint is not None and not self._is_published:
+            self._is_published = _rendezvous.publish_late(self.settings, self.endpoint)
 
     def must_be_open(self) -> None:
         """Raises HandshakeError if it was closed."""
-        if self.forked:
-            raise HandshakeError(_forked(self.rank))
         if self.closed:
-            raise HandshakeError(f"rank {self.rank}: the handshake was closed; make a new Handshake()")
+            raise HandshakeError(f"rank {self.settings.rank}: {self.closed}")
 
-    def _find(self, deadline: Deadline) -> Endpoint:
-        # The coordinator's own rank knows what it bound; the others ask.
-        if self.endpoint is not None:
-            own = _rendezvous.loopback_address(self.settings.place.host)
-            return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
-        return _rendezvous.find_endpoint(self.settings.place, deadline)
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """(host, port) of the coordinator, on its own rank; else None."""
-        return None if self.endpoint is None else (self.endpoint.hosts[0], self.endpoint.port)
-
-    def count(self, how: str, waited_s: float) -> None:
+    def count(self, outcome: int, waited_s: float) -> None:
         """Counts one handshake, how it ended, and the seconds that it took."""
         with self._lock:
-            self.counters[how] += 1
+            self.counters[_COUNTED_AS[outcome - 1]] += 1
             self.waited_s += waited_s
             if waited_s > self.longest_wait_s:
                 self.longest_wait_s = waited_s
 
-    def leave_exchange(self) -> None:
-        """This thread is about to wait for a vote: if it has not gone through its last exchange, it can't any more, and
-        the ranks that wait there must not wait for it."""
-        known = self.exchange_of_thread.pop(threading.get_ident(), None)
-        exchange = None if known is None else known()
-        if exchange is not None:
-            exchange.leave()
-
-    def splits_seen(self, digest: bytes) -> int:
+    def splits_seen(self, fingerprint: str) -> int:
         """Counts one more split of this fingerprint."""
         with self._lock:
-            # Bounded: a job that makes new fingerprints for ever loses only how often it was told about old ones.
-            if len(self._splits_of) > 10_000:
+            if len(self._splits_of) > MAX_SPLITS_COUNTED:
                 self._splits_of.clear()
-            count = self._splits_of[digest] = self._splits_of.get(digest, 0) + 1
+            count = self._splits_of[fingerprint] = self._splits_of.get(fingerprint, 0) + 1
             return count
 
     def close(self) -> None:
-        """Ends the connection, and the coordinator where it runs. Idempotent."""
+        """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent."""
         with self._lock:
-            self.closed = True
+            self.closed = self.closed or "the handshake was closed; make a new Handshake()"
             self._connect_within.cut()
-            client, self.connected = self.connected, None
             coordinator, self._coordinator = self._coordinator, None
-        if client is not None:
-            self.bytes_sent = client.bytes_sent
-            client.close(f"rank {self.settings.rank} closed its handshake")
+        self.client.close(self.closed)
         if coordinator is not None:
             coordinator.close()
 
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
-        self.closed = self.forked = True
-        client, self.connected = self.connected, None
-        if client is not None:
-            client.abandon()
+        self.closed = _FORKED
+        self.client.abandon()
         if self._coordinator is not None:
             self._coordinator.abandon()
 
 
-# The open sessions, by the arguments with which a Handshake of theirs was made.
-_sessions: dict[tuple[Any, ...], _Session] = {}
-_sessions_lock = threading.Lock()
+# The one session of this process, and what of it votes need: None where there is none.
+_session: _Session | None = None
+_session_lock = threading.RLock()
 
+# Why a forked child can't vote for the rank whose handshake was open in its parent.
+_FORKED = (
+    "this process is a fork of that rank's, which votes for it: don't run graphs with collectives in forked children, "
+    "or make them ranks of their own"
+)
+_forked_ranks: set[int] = set()
 
-# The ranks whose handshakes were open in the process that this one was forked from.
-_forked_from: set[int | None] = set()
-
-
-def _forked(rank: int | None) -> str:
-    return (
-        f"this process is a fork of rank {rank}'s, which votes for that rank: don't run graphs with collectives in "
-        f"forked children, or make them ranks of their own"
-    )
-
-
-def _session_for(
-    key: tuple[Any, ...],
-    rank: int | None,
-    world_size: int | None,
-    coordinator_rank: int | None,
-    given: Mapping[str, Any],
-) -> _Session:
-    """The session for these arguments of a Handshake: the open one that they fit, else a new one. What is None, and no
-    variable says, fits all."""
-    rank = rank_or_size("current_rank", rank, "RANK")
-    world_size = rank_or_size("world_size", world_size, "WORLD_SIZE")
-    coordinator_rank = None if coordinator_rank is None else whole_number(coordinator_rank, "coordinator_rank")
-    with _sessions_lock:
-        for closed in [known for known, session in _sessions.items() if session.closed]:
-            del _sessions[closed]
-        if key not in _sessions:
-            fitting = [
-                session
-                for session in dict.fromkeys(_sessions.values())
-                if rank in (None, session.rank)
-                and world_size in (None, session.settings.world_size)
-                and coordinator_rank in (None, session.settings.place.coordinator_rank)
-                and session.settings.has_place(given)
-            ]
-            if len(fitting) > 1:
-                ranks = format_ranks(session.rank for session in fitting)
-                raise HandshakeConfigError(
-                    f"{len(fitting)} handshakes that are open in this process could be meant, of {ranks}: say which by "
-                    f"current_rank, host and port"
-                )
-            if fitting:
-                session = fitting[0]
-                settings = session.settings
-                asked = Settings.resolve(settings.rank, settings.world_size, settings.place.coordinator_rank, given)
-                asked.must_agree_with(settings, given)
-                session.publish()
-            else:
-                if rank in _forked_from:
-                    raise HandshakeError(_forked(rank))
-                session = _Session(Settings.resolve(rank, world_size, coordinator_rank or 0, given))
-                if given["stage"] is not None:
-                    global _stage_session
-                    _stage_session = session
-            _sessions[key] = session
-        return _sessions[key]
+# What each thread has still to go through: the other ranks of an exchange must not wait for a thread that can't come.
+_thread = threading.local()
 
 
 class Handshake:
     """This process's part in the handshakes of its job.
 
-    All objects of one process and job share one connection, so making one for each call is cheap: the first says how it
-    is, later ones need no arguments. (Only who gives another rank, coordinator rank, world size, host or port gets
-    another connection.) The coordinator starts when the coordinator rank makes its first; the connection when something
-    is first submitted. A world of one rank starts and connects nothing.
+    All objects of one process share one session: the first says how it is, later ones need no arguments, and give the
+    same ones or none. The coordinator starts when the coordinator rank makes its first; the connection when something is
+    first submitted. A world of one rank starts and connects nothing.
     """
 
     def __init__(
@@ -356,6 +258,7 @@ class Handshake:
         on_timeout: str | None = None,
         secret: str | None = None,
         stage: HandshakeStage | str | None = None,
+        groups: str | None = None,
         debug: str | os.PathLike[str] | None = None,
         coordinator: str | None = None,
     ) -> None:
@@ -369,8 +272,8 @@ class Handshake:
             timeout_s: how long a vote may wait, in seconds (``TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S``; 60).
             on_timeout: "raise" or "split" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT``).
             secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
-            stage: for `should_handshake` and `DispatchGate`, and compared between ranks
-                (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
+            stage: for `should_handshake` and `DispatchGate` (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
+            groups: how fingerprints name groups, "role" or "exact" (``TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS``).
             debug: a folder for reports on splits (``TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG``).
             coordinator: "process" (the default), or "thread" to run it in this process.
 
@@ -378,32 +281,22 @@ class Handshake:
             HandshakeConfigError: a value can't be used, differs from the open handshake's, or the port is taken.
             HandshakePeerLostError: the job's store, in which the coordinator is published, failed.
         """
-        if current_rank is None or world_size is None:
-            distributed = _rendezvous.torch_distributed()
-            if distributed is not None:
-                current_rank = distributed.get_rank() if current_rank is None else current_rank
-                world_size = distributed.get_world_size() if world_size is None else world_size
-        key = (
-            *(current_rank, coordinator_rank, world_size, host, port, timeout_s, on_timeout),
-            *(secret, stage, debug, coordinator),
-        )
-        try:
-            session = _sessions.get(key)
-        except TypeError as error:
-            wrong = [value for value in key if value.__hash__ is None]
-            raise HandshakeTypeError(f"an argument of Handshake can't be {wrong!r}: {error}") from None
-        if session is None or session.closed:
-            given = {
-                "host": host,
-                "port": port,
-                "timeout_s": timeout_s,
-                "on_timeout": on_timeout,
-                "secret": secret,
-                "stage": stage,
-                "debug": debug,
-                "coordinator": coordinator,
-            }
-            session = _session_for(key, current_rank, world_size, coordinator_rank, given)
+        global _session
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        session = _session
+        if session is None or session.closed or given:
+            with _session_lock:
+                session = _session
+                if session is None or session.closed:
+                    settings = _rendezvous.Settings.resolve(given)
+                    if settings.rank in _forked_ranks:
+                        raise HandshakeError(f"rank {settings.rank}: {_FORKED}")
+                    session = _session = _Session(settings)
+                    _vocabulary.given_group_naming = groups
+                else:
+                    session.settings.must_agree_with(given)
+        if session.endpoint is not None:
+            session.publish()
         self._session = session
 
     @property
@@ -419,7 +312,8 @@ class Handshake:
     @property
     def address(self) -> tuple[str, int] | None:
         """On the coordinator rank, the (host, port) by which others reach it; elsewhere None."""
-        return self._session.address
+        endpoint = self._session.endpoint
+        return None if endpoint is None else (endpoint.hosts[0], endpoint.port)
 
     def submit(self, request: CollectiveHandshakeRequest, graph_text: GraphText = None) -> bool:
         """Casts a vote and waits for its verdict.
@@ -438,28 +332,7 @@ class Handshake:
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
             HandshakeError: the handshake was closed.
         """
-        session = self._session
-        client = session.connected
-        if client is None or type(request) is not CollectiveHandshakeRequest or request.rank != session.rank:
-            client = self._client_for(request)
-            if client is None:
-                return True
-        flags = 0
-        if graph_text is not None and client.reports:
-            flags |= _protocol.HAS_GRAPH
-        if session.exchange_of_thread:
-            session.leave_exchange()
-        started = time.monotonic()
-        counts, digest = request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint)
-        pending = client.vote_usually(counts, digest, flags) or client.vote(counts, digest, flags)
-        if pending is None:
-            return True
-        if not pending.outcome:
-            client.wait(pending, session.wait_s)
-        if pending.outcome == _protocol.FAT:
-            session.count("fat", time.monotonic() - started)
-            return True
-        return Ticket(session, client, pending, request, graph_text, started).result()
+        return self.submit_async(request, graph_text).result()
 
     def submit_async(
         self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
@@ -470,59 +343,41 @@ class Handshake:
             partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
                 see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
         """
-        client = self._client_for(request)
-        if client is None:
-            return Ticket(self._session, None, None, request, None, 0.0)
-        flags = _protocol.PARTIAL if partial else 0
-        if graph_text is not None and client.reports:
-            flags |= _protocol.HAS_GRAPH
-        started = time.monotonic()
-        pending = client.vote(request.pg_collective_counts, fingerprint_digest(request.executable_fingerprint), flags)
-        return Ticket(self._session, client, pending, request, graph_text, started)
-
-    def _client_for(self, request: CollectiveHandshakeRequest) -> _client.Client | None:
-        """The connection to vote on; None while nothing that needs one was submitted.
-
-        Raises:
-            HandshakeConfigError: the request can't be this rank's.
-            HandshakeError: the handshake was closed, or no connection could be made.
-        """
-        rank = self._session.rank
+        session = self._session
         if not isinstance(request, CollectiveHandshakeRequest):
             raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
-        if request.rank != rank:
+        if request.rank != session.settings.rank:
             raise HandshakeConfigError(
-                f"a request of rank {request.rank} was submitted on rank {rank}", ranks=[request.rank]
+                f"a request of rank {request.rank} was submitted on rank {session.settings.rank}", ranks=[request.rank]
             )
+        graph = _Graph(request.executable_fingerprint, graph_text, partial)
         counts = request.pg_collective_counts
-        return self._client_for_groups([group for group in counts if counts[group].num_collectives_in_graph])
-
-    def _client_for_groups(self, groups: Iterable[ProcessGroupId]) -> _client.Client | None:
-        session = self._session
-        session.must_be_open()
-        if session.connected is not None:
-            return session.connected
-        for group in groups:
-            must_be_in_world(group.ranks, self.world_size)
-        return session.client() if any(len(group.ranks) > 1 for group in groups) else None
+        if not session.client.is_connected:
+            session.must_be_open()
+            for group in request.participating_groups:
+                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
+            if not has_collectives_between_ranks(dict.fromkeys(request.participating_groups, 1)):
+                return Ticket(session, None, graph)
+            session.connected()
+        return Ticket(session, session.client.vote_counted(counts, graph.digest, graph.flags(session)), graph)
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
         `waited_s` and `longest_wait_s` in seconds, `bytes_sent`."""
         session = self._session
-        client = session.connected
         return {
             "handshakes": sum(session.counters.values()),
             **session.counters,
             "waited_s": session.waited_s,
             "longest_wait_s": session.longest_wait_s,
-            "bytes_sent": client.bytes_sent if client is not None else session.bytes_sent,
+            "bytes_sent": session.client.bytes_sent,
         }
 
     def close(self) -> None:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
-        for all ranks. Idempotent; done at exit."""
+        for all ranks. Idempotent; done at exit. A new `Handshake()` starts anew, at position 0 of each line."""
         self._session.close()
+        _vocabulary.given_group_naming = None
 
     def __enter__(self) -> "Handshake":
         return self
@@ -531,13 +386,21 @@ class Handshake:
         self.close()
 
 
-_COUNTED_AS = {
-    _protocol.FAT: "fat",
-    _protocol.SPLIT: "split",
-    _protocol.TIMEOUT: "timeout",
-    _protocol.PEER_LOST: "peer_lost",
-    _protocol.VOTE_REFUSED: "refused",
-}
+class _Graph:
+    """What a graph's votes have in common but for their places on the lines."""
+
+    __slots__ = ("digest", "fingerprint", "partial", "text")
+
+    def __init__(self, fingerprint: str, text: GraphText, partial: bool) -> None:
+        self.fingerprint = fingerprint
+        self.digest = _vocabulary.fingerprint_digest(fingerprint)
+        self.text = text
+        self.partial = partial and _extra("_graph_plan") is not None
+
+    def flags(self, session: _Session) -> int:
+        """Those of its votes."""
+        has_graph = self.text is not None and session.client.coordinator.get("debug")
+        return (_protocol.PARTIAL if self.partial else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
 
 
 class Ticket:
@@ -545,55 +408,43 @@ class Ticket:
 
     Attributes:
         exchange: after `result` has returned False for a vote with `partial`, the rounds in which the ranks agree on a
-            plan, if the coordinator opened them; else None. The other ranks wait in them for this one: go through
-            them, in the order in which the votes were cast, or call `Exchange.abort`. A thread that waits for another
-            vote first has left them, which calls them off for all; so does letting go of the ticket, with this rank's
-            next vote.
+            plan (`_graph_plan.Exchange`), if it comes to that; else None. The other ranks wait in them for this one: go
+            through them, in the order in which the votes were cast, or call `Exchange.abort`. A thread that waits for
+            another vote first has left them, which calls them off for all; so does letting go of the ticket.
     """
 
-    def __init__(
-        self,
-        session: _Session,
-        client: _client.Client | None,
-        pending: PendingVote | None,
-        request: CollectiveHandshakeRequest,
-        graph_text: GraphText,
-        started: float,
-    ) -> None:
+    def __init__(self, session: _Session, pending: _client.PendingVote | None, graph: _Graph) -> None:
         self._session = session
-        self._client = client
         self._pending = pending
-        self._request = request
-        self._graph_text = graph_text
-        self._started = started
+        self._graph = graph
         self._lock = threading.Lock()
-        self._answer: bool | HandshakeError | None = None if pending is not None else True
-        self.exchange: Exchange | None = None
+        self._answer: bool | HandshakeError | None = True if pending is None else None
+        self.exchange: Any = None
+
+    def __del__(self) -> None:
+        if self._pending is not None and self._answer is None:
+            self._session.client.give_up(self._pending)
 
     def result(self) -> bool:
         """Waits for the verdict; True for fat. Raises what `Handshake.submit` raises. Idempotent, from any thread."""
         if self._answer is None:
             with self._lock:
-                if self._answer is None:
-                    self._answer = self._wait()
+                if self._answer is None and self._pending is not None:
+                    self._answer = self._wait(self._pending)
         if isinstance(self._answer, HandshakeError):
             raise self._answer.with_traceback(None)
-        return self._answer
+        return bool(self._answer)
 
-    def _wait(self) -> bool | HandshakeError:
-        pending, client = self._pending, self._client
-        if pending is None or client is None:
-            raise AssertionError("a vote that was never sent")
+    def _wait(self, pending: _client.PendingVote) -> bool | HandshakeError:
+        session = self._session
         if not pending.outcome:
-            self._session.leave_exchange()
-            client.wait(pending, self._session.wait_s)
-        waited_s = time.monotonic() - self._started
-        self._session.count(_COUNTED_AS[pending.outcome], waited_s)
-        if pending.outcome == _protocol.FAT:
-            return True
-        return self._not_fat(pending, client, waited_s)
+            _leave_exchange()
+            session.client.wait_for(pending, session.wait_s)
+        waited_s = time.monotonic() - pending.sent_at
+        session.count(pending.outcome, waited_s)
+        return pending.outcome == _protocol.FAT or self._not_fat(pending, waited_s)
 
-    def _not_fat(self, pending: PendingVote, client: _client.Client, waited_s: float) -> bool | HandshakeError:
+    def _not_fat(self, pending: _client.PendingVote, waited_s: float) -> bool | HandshakeError:
         settings = self._session.settings
         reason = pending.facts.get("reason", "no reason was given")
         fields: dict[str, Any] = {"seconds": waited_s}
@@ -604,149 +455,83 @@ class Ticket:
             fields["span"] = tuple(pending.facts["span"])
         if pending.outcome == _protocol.TIMEOUT:
             missing = fields.get("ranks", ())
+            what_to_do = f"Look at the log of {_vocabulary.format_ranks(missing)}: hung, slower, or running other graphs"
             if settings.rank in missing:
                 what_to_do = "This rank is slower than that, or runs other graphs"
-            else:
-                what_to_do = f"Look at the log of {format_ranks(missing)}: hung, slower, or running other graphs"
             message = (
                 f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). {what_to_do}. A longer wait: "
-                f"{TIMEOUT_VARIABLE}"
+                f"{_rendezvous.TIMEOUT_VARIABLE}"
             )
-            if settings.split_on_timeout:
-                logger.warning("handshake: %s. It goes on split", message)
-                return False
-            return HandshakeTimeoutError(
-                f"{message}; to go on split instead: {ON_TIMEOUT_VARIABLE}=split", **fields
-            )
+            if not settings.split_on_timeout:
+                split = f"to go on split instead: {_rendezvous.ON_TIMEOUT_VARIABLE}=split"
+                return HandshakeTimeoutError(f"{message}; {split}", **fields)
+            logger.warning("handshake: %s. It goes on split", message)
+            return False
         if pending.outcome == _protocol.PEER_LOST:
             return HandshakePeerLostError(f"rank {settings.rank} can't go on: {reason}", **fields)
         if pending.outcome == _protocol.VOTE_REFUSED:
             return HandshakeProtocolError(reason, **fields)
-        if pending.flags & _protocol.SEND_GRAPH:
-            threading.Thread(target=self._send_graph, args=(client,), name="handshake-graph", daemon=True).start()
-        if pending.rounds is not None:
-            # The coordinator ends an exchange at its own timeout.
-            wait_s = max(self._session.wait_s, client.coordinator["timeout_s"] + _client.COORDINATOR_GRACE_S)
-            self.exchange = Exchange(client, pending.rounds, settings.rank, wait_s)
-            self._session.exchange_of_thread[threading.get_ident()] = weakref.ref(self.exchange)
+        self._take_mail(pending)
         self._log_split(reason)
         return False
 
+    def _take_mail(self, pending: _client.PendingVote) -> None:
+        """What extras of the coordinator's want of this rank."""
+        client, wait_s = self._session.client, self._session.wait_s
+        asked = [mail for mail in pending.mail if mail.extra == _protocol.REPORTS]
+        for mail in asked:
+            pending.mail.remove(mail)
+        reports = _extra("_graph_report") if asked else None
+        if reports is not None:
+            channel = _client.Channel(client, pending, _protocol.REPORTS, wait_s)
+            arguments = (channel, self._graph.text)
+            threading.Thread(target=reports.send_graph, args=arguments, name="handshake-graph", daemon=True).start()
+        plans = _extra("_graph_plan") if pending.flags & _protocol.PLAN else None
+        if plans is not None:
+            # The coordinator ends an exchange at its own timeout.
+            wait_s = max(wait_s, client.coordinator["timeout_s"] + _client.COORDINATOR_GRACE_S)
+            channel = _client.Channel(client, pending, _protocol.PLANS, wait_s)
+            self.exchange = plans.Exchange(channel, self._session.settings.rank)
+            _thread.exchange = weakref.ref(self.exchange)
+
     def _log_split(self, reason: str) -> None:
-        fingerprint = self._request.executable_fingerprint
-        count = self._session.splits_seen(fingerprint_digest(fingerprint))
+        settings, fingerprint = self._session.settings, self._graph.fingerprint
+        count = self._session.splits_seen(fingerprint)
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
-        settings, client = self._session.settings, self._client
-        if client is not None and client.reports:
+        variable = _rendezvous.DEBUG_VARIABLE
+        hint = f" Set {variable} to a folder to see what differs and what to change"
+        if self._session.client.coordinator.get("debug"):
             hint = ""
         elif settings.debug:
-            hint = f" To see why, set {DEBUG_VARIABLE} on rank {settings.place.coordinator_rank} too, which coordinates"
-        else:
-            hint = f" Set {DEBUG_VARIABLE} to a folder to see what differs and what to change"
-        logger.log(
-            level,
-            "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s",
-            settings.rank,
-            fingerprint[:32],
-            count,
-            reason,
-            hint,
-        )
-
-    def _send_graph(self, client: _client.Client) -> None:
-        try:
-            text = self._graph_text() if callable(self._graph_text) else (self._graph_text or "")
-            if not isinstance(text, str):
-                raise TypeError(f"it must be text, not {type(text).__name__}")
-        except Exception as error:
-            logger.warning("handshake: the graph of a split could not be printed", exc_info=True)
-            text = f"# the graph could not be printed: {error!r}\n"
-        compressed = zlib.compress(text.encode("utf-8", "replace"))
-        if len(compressed) > _protocol.MAX_GRAPH_BYTES:
-            half = len(text) * _protocol.MAX_GRAPH_BYTES // len(compressed) // 2
-            cut = f"# handshake: truncated = {len(text)} characters, the first {half} are here\n"
-            compressed = zlib.compress((cut + text[:half]).encode("utf-8", "replace"))
-        if self._pending is not None:
-            try:
-                client.send_graph(self._pending, compressed[: _protocol.MAX_GRAPH_BYTES])
-            except HandshakeError as error:
-                logger.debug("handshake: a graph could not be sent: %s", error)
+            hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
+        text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
+        logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
 
 
-class Exchange:
-    """The rounds in which the ranks of a split component agree on a plan (see `_partition`).
+def _leave_exchange() -> None:
+    """This thread is about to wait for a vote: if it has not gone through its last exchange, it can't any more, and the
+    ranks that wait there must not wait for it."""
+    known = getattr(_thread, "exchange", None)
+    if known is not None:
+        _thread.exchange = None
+        exchange = known()
+        if exchange is not None:
+            exchange.leave()
 
-    Each method returns None once the exchange is called off: a rank is lost, late, or not able to. Everybody goes
-    on skinny then.
 
-    Attributes:
-        rank: this rank.
-        is_undecided: the answer to this rank's `agree` is on its way, or got lost: the others may run the plan.
-    """
+_absent: set[str] = set()
 
-    def __init__(self, client: _client.Client, rounds: _client.Rounds, rank: int, wait_s: float) -> None:
-        self._client = client
-        self._rounds = rounds
-        self._wait_s = wait_s
-        self.rank = rank
-        self._reference: int | None = None
-        self.is_undecided = False
 
-    def reference_rank(self) -> int | None:
-        """Waits until all ranks of the component have voted; the rank whose graph the others align with."""
-        payload = self._result()
-        self._reference = None if payload is None else int.from_bytes(payload, "big")
-        return self._reference
-
-    def share(self, payload: bytes | None) -> bytes | None:
-        """The reference rank gives `payload`, the others None; all get it."""
-        if self.rank != self._reference:
-            return self._result()
-        if payload is None:
-            raise HandshakeConfigError("the reference rank must give a payload")
-        if len(payload) > _protocol.MAX_PAYLOAD_BYTES:
-            self.abort(f"the reference graph's keys take {len(payload)} bytes")
-            return None
-        self._client.send_to_exchange(self._rounds, _protocol.SHARE, payload)
-        return payload
-
-    def intersect(self, bitmap: bytes) -> bytes | None:
-        """The bitwise AND of all ranks' bitmaps, which must be of one length. May be called several times."""
-        return self._round(_protocol.INTERSECT, bitmap)
-
-    def agree(self, fingerprint: str) -> bool:
-        """Whether all ranks of the component gave the same fingerprint: then, and only then, run the plan."""
-        # An exception on the way leaves it open what the others were told: they may run the plan. So nobody may take
-        # this exchange for one that was called off.
-        self.is_undecided = True
-        answer = self._round(_protocol.AGREE, fingerprint_digest(fingerprint))
-        self.is_undecided = False
-        self._client.end_exchange(self._rounds)
-        return answer == b"\x01"
-
-    def abort(self, reason: str) -> None:
-        """This rank can't go on: everybody runs skinny."""
-        self._client.send_to_exchange(self._rounds, _protocol.ABORT, reason.encode("utf-8", "replace")[:1024])
-        self._client.end_exchange(self._rounds)
-
-    def leave(self) -> None:
-        """`abort`, if this rank has not come to the end."""
-        if self._rounds.called_off is None and not self.is_undecided:
-            self.abort("it went on to its next vote instead")
-
-    def _round(self, round_number: int, payload: bytes) -> bytes | None:
-        self._client.send_to_exchange(self._rounds, round_number, payload)
-        return self._result()
-
-    def _result(self) -> bytes | None:
-        pending = self._client.next_round(self._rounds)
-        self._client.wait(pending, self._wait_s)
-        if not pending.ok:
-            logger.info("handshake: no common plan: %s", pending.payload.decode("utf-8", "replace"))
-            self._client.end_exchange(self._rounds)
-            return None
-        return pending.payload
+def _extra(name: str) -> Any:
+    """A module that may be absent; None then, which is said once."""
+    qualified = f"{__package__}.{name}" if __package__ else name
+    if name not in _absent and importlib.util.find_spec(qualified) is not None:
+        return importlib.import_module(qualified)
+    if name not in _absent:
+        _absent.add(name)
+        logger.warning("handshake: %s.py is not beside handshake.py: what needs it is left out", name)
+    return None
 
 
 # ---------------------------------------------------------------------- for a compiler's two stages
@@ -762,41 +547,33 @@ def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> b
     """Whether there is a collective on a group of two or more ranks, so that there is something to agree on.
 
     Raises:
-        HandshakeTypeError: a key is no process group, or that is no mapping.
-        HandshakeConfigError: a count is none.
+        HandshakeTypeError: a key is not a process group, or that is not a mapping.
+        HandshakeConfigError: a count is not a whole number from 0 on.
     """
     try:
         for group, count in pg_to_num_collectives.items():
             if count > 0 and len(group.ranks) > 1:
                 return True
     except (AttributeError, TypeError):
-        collectives_by_group(pg_to_num_collectives)  # says what is wrong with it
+        _vocabulary.collectives_by_group(pg_to_num_collectives)  # says what is wrong with it
         raise
     return False
 
 
-# The last text of the stage's variable and what it means: parsing it anew would be most of `should_handshake`.
-_stage_seen: tuple[str | None, HandshakeStage] = (None, HandshakeStage.OFF)
-
-
-# The open session that was given a stage by keyword, which goes before the variable.
-_stage_session: _Session | None = None
+# The last texts of the stage's variables and what they mean: parsing them anew would be most of `should_handshake`.
+_stage_seen: tuple[tuple[str | None, ...], HandshakeStage] = ((), HandshakeStage.OFF)
 
 
 def _stage_now() -> HandshakeStage:
     global _stage_seen
-    session = _stage_session
+    session = _session
     if session is not None and not session.closed:
         return session.settings.stage
-    text = os.environ.get(STAGE_VARIABLE)
+    texts = tuple(map(os.environ.get, _vocabulary.STAGE_VARIABLES))
     seen = _stage_seen
-    if seen[0] != text:
-        seen = _stage_seen = (text, HandshakeStage.from_env())
+    if seen[0] != texts:
+        seen = _stage_seen = (texts, HandshakeStage.from_env())
     return seen[1]
-
-
-_counts = RankCollectiveCounts()
-_counts_lock = threading.Lock()
 
 
 def submit_handshake(
@@ -807,20 +584,16 @@ def submit_handshake(
     Args:
         executable_fingerprint: equal on two ranks exactly when their programs are (see `_graph.graph_fingerprint`).
         pg_to_num_collectives: how many collectives the graph issues on each group.
-        graph_module_str: the graph's text, or a callable that makes it, for the report on a split. The callable is
-            called in another thread, at most once, and only if debugging is on and the ranks were split.
+        graph_module_str: the graph's record or text, or a callable that makes it, for the report on a split. The
+            callable is called in another thread, at most once, and only if debugging is on and the ranks were split.
 
     Returns:
         True for fat, False for split.
 
     Raises:
-        As `Handshake.submit`. After a HandshakeConfigError nothing was counted (but if it says that this rank has
-        used up the groups of its connection).
+        As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
-    handshake = Handshake()
-    request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
-    # Another thread's vote may overtake this one here; the connection sends them in the order of the lines.
-    return handshake.submit(request, graph_module_str)
+    return submit_handshake_async(executable_fingerprint, pg_to_num_collectives, graph_module_str).result()
 
 
 def submit_handshake_async(
@@ -831,42 +604,66 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    handshake = Handshake()
-    request = _count(handshake, executable_fingerprint, pg_to_num_collectives)
-    return handshake.submit_async(request, graph_module_str, partial=partial)
+    return _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial).cast()
 
 
-def _count(
-    handshake: Handshake, fingerprint: str, pg_to_num_collectives: Mapping[Any, int]
-) -> CollectiveHandshakeRequest:
-    """The request for the next graph. The process's lines have moved if it could be made and there is a connection."""
-    global _counts
-    collectives = collectives_by_group(pg_to_num_collectives)
-    for group in collectives:
-        must_be_in_world(group.ranks, handshake.world_size)
-    if len(collectives) > _protocol.MAX_SPANS and sum(map(bool, collectives.values())) > _protocol.MAX_SPANS:
-        raise _client.too_many_groups(sum(map(bool, collectives.values())))
-    # Not under the lock: it may take a while, and another thread may have something to count.
-    handshake._client_for_groups([group for group, count in collectives.items() if count])
-    with _counts_lock:
-        counts = _counts.__copy__()
-        counts.increment_pg_collective_counts(collectives)
-        if not counts:
-            # A graph without collectives, before any with some: a request still needs a group, an idle one.
-            counts.increment_pg_collective_counts({ProcessGroupId([handshake.rank]): 0})
-        request = CollectiveHandshakeRequest(counts, fingerprint, handshake.rank)
-        _counts = counts
-    return request
-
-
-def record_eager_collectives(pg: GroupLike, num_collectives: int) -> None:
+def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
     moves on, and nobody votes."""
-    global _counts
-    with _counts_lock:
-        counts = _counts.__copy__()  # requests that are under way hold the last one
-        counts.record_eager_collectives(pg, num_collectives)
-        _counts = counts
+    for group, number in _vocabulary.collectives_by_group({pg: num_collectives}).items():
+        Handshake()._session.client.record_eager(group, number)
+
+
+class _Ballot:
+    """A graph that votes, once or at each dispatch. Its groups are resolved once for each session."""
+
+    __slots__ = ("_collectives", "_flags", "_graph", "_session", "_takes")
+
+    def __init__(
+        self, fingerprint: str, pg_to_num_collectives: Mapping[Any, int], text: GraphText, partial: bool = False
+    ) -> None:
+        if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= _vocabulary.MAX_FINGERPRINT_CHARACTERS:
+            CollectiveHandshakeRequest(RankCollectiveCounts(), fingerprint, 0)  # says what is wrong with it
+        self._graph = _Graph(fingerprint, text, partial)
+        self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
+        self._session: _Session | None = None
+        self._takes: list[tuple[_client.Line, int]] = []
+        self._flags = 0
+
+    def _resolve(self) -> _Session:
+        session = Handshake()._session
+        if has_collectives_between_ranks(self._collectives):
+            for group, number in self._collectives.items():
+                if number:
+                    _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
+            self._takes = session.connected().resolve(self._collectives)
+        self._flags = self._graph.flags(session)
+        self._session = session
+        return session
+
+    def cast(self) -> Ticket:
+        """Counts and votes."""
+        session = self._session
+        if session is None or session.closed:
+            session = self._resolve()
+        takes = self._takes
+        pending = session.client.vote(takes, self._graph.digest, self._flags) if takes else None
+        return Ticket(session, pending, self._graph)
+
+    def vote(self) -> bool:
+        """`cast`, and the wait."""
+        session = self._session
+        if session is None or session.closed:
+            session = self._resolve()
+        if not self._takes:
+            return True
+        _leave_exchange()
+        pending = session.client.vote(self._takes, self._graph.digest, self._flags)
+        session.client.wait_for(pending, session.wait_s)
+        if pending.outcome != _protocol.FAT:
+            return Ticket(session, pending, self._graph).result()
+        session.count(_protocol.FAT, time.monotonic() - pending.sent_at)
+        return True
 
 
 class DispatchGate:
@@ -888,57 +685,47 @@ class DispatchGate:
     ) -> None:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
         that of the open handshake by default, as `should_handshake` takes it."""
-        self._fingerprint = executable_fingerprint
-        self._pg_to_num_collectives = collectives_by_group(pg_to_num_collectives)
-        self._graph_text = graph_module_str
-        self.stage = _stage_now() if stage is None else stage_of(stage)
+        self._ballot = _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str)
+        self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
-        elif not has_collectives_between_ranks(self._pg_to_num_collectives):
+        elif not has_collectives_between_ranks(pg_to_num_collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
-            self._remembered = self._cast()
+            self._remembered = self._ballot.vote()
 
     def vote(self) -> bool:
         """Whether this dispatch runs fat."""
-        return self._cast() if self._remembered is None else self._remembered
-
-    def _cast(self) -> bool:
-        return submit_handshake(self._fingerprint, self._pg_to_num_collectives, self._graph_text)
+        return self._ballot.vote() if self._remembered is None else self._remembered
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks
 
 
-def _close_all() -> None:
-    for session in list(_sessions.values()):
-        session.close()
-    _sessions.clear()
+def _close() -> None:
+    if _session is not None:
+        _session.close()
 
 
-def _forget_all_after_fork() -> None:
-    global _sessions_lock, _counts_lock
-    _sessions_lock = threading.Lock()
-    _counts_lock = threading.Lock()
-    for session in list(_sessions.values()):
-        session.abandon()
-        _forked_from.add(session.rank)
-    _sessions.clear()
+def _forget_after_fork() -> None:
+    global _session, _session_lock
+    _session_lock = threading.RLock()
+    if _session is not None:
+        _session.abandon()
+        _forked_ranks.add(_session.settings.rank)
+    _session = None
 
 
-atexit.register(_close_all)
+atexit.register(_close)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all_after_fork)
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def main(arguments: list[str]) -> int:
     """`python handshake.py explain FILE FILE …`: what differs between graphs that were printed or logged."""
-    if __package__:
-        from . import _explain
-    else:
-        import _explain
-    return _explain.main(arguments)
+    texts = _extra("_graph_text")
+    return 2 if texts is None else int(texts.main(arguments))
 
 
 if __name__ == "__main__":
