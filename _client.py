@@ -79,16 +79,24 @@ class Line:
 class PendingVote:
     """A vote that was sent. `outcome` is 0 until the verdict is there; `mail` is what extras sent about it."""
 
-    __slots__ = ("facts", "flags", "is_abandoned", "mail", "number", "outcome", "sent_at")
+    __slots__ = ("facts", "flags", "is_abandoned", "is_ready", "mail", "number", "outcome", "sent_at")
 
     def __init__(self, number: int, sent_at: float) -> None:
         self.number = number
         self.sent_at = sent_at
-        self.outcome = 0
-        self.flags = 0
+        self.is_ready = False  # whether what is waited for is there: the verdict, and later mail
         self.is_abandoned = False  # nobody will ask for its answer
-        self.facts: dict[str, Any] = {}
-        self.mail: deque[_protocol.Extra] = deque()
+        self.outcome = 0
+        self.mail: list[_protocol.Extra] | None = None
+
+    def answer(self, outcome: int, flags: int = 0) -> None:
+        """The verdict is there."""
+        self.outcome, self.flags, self.is_ready = outcome, flags, True
+
+    def deliver(self, message: _protocol.Extra) -> None:
+        """There is mail, perhaps ahead of the verdict."""
+        self.mail = [*(self.mail or ()), message]
+        self.is_ready = self.outcome > 0
 
 
 class Channel:
@@ -112,9 +120,11 @@ class Channel:
 
     def receive(self) -> tuple[int, bytes]:
         """Waits for the next frame: its step and payload. Raises HandshakeError as `Client.wait`."""
-        mail = self._pending.mail
-        self._client.wait(lambda: bool(mail), time.monotonic() + self._wait_s)
-        return mail.popleft()[2:]
+        pending = self._pending
+        pending.is_ready = bool(pending.mail)
+        self._client.wait(pending, time.monotonic() + self._wait_s)
+        message, *pending.mail = pending.mail or ()
+        return message.step, message.payload
 
     def close(self) -> None:
         """This rank has no more to say or hear; what still comes is dropped."""
@@ -146,7 +156,7 @@ class Client:
         self._turn = threading.Condition()
         self._others_wait = 0
         self._quiet_at = 0.0  # when the last read began that found nothing
-        self._sock: socket.socket | None = None
+        self._sock: Any = None  # once it is connected
         self._decoder = _protocol.Decoder(_protocol.FROM_COORDINATOR)
         self._failure: tuple[type[HandshakeError], str] | None = None
 
@@ -246,7 +256,8 @@ class Client:
                 takes, late = self._wait_for_turn(takes, eager)
                 if late and not takes:
                     answered = PendingVote(0, time.monotonic())
-                    answered.outcome, answered.facts = _protocol.SPLIT, {"reason": late}
+                    answered.facts = {"reason": late}
+                    answered.answer(_protocol.SPLIT)
                     return answered
                 if late:
                     # What it meets on its other groups must be split too: this is nobody's fingerprint.
@@ -305,42 +316,36 @@ class Client:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait_for(self, pending: PendingVote, seconds: float) -> None:
-        """Blocks until the verdict is there, until `seconds` after the vote at most. Raises as `wait`."""
-        if not pending.outcome:
-            self.wait(lambda: bool(pending.outcome), pending.sent_at + seconds)
-
-    def wait(self, is_there: Callable[[], bool], deadline: float) -> None:
-        """Blocks until what is waited for is there.
+    def wait(self, pending: PendingVote, deadline: float) -> None:
+        """Blocks until the verdict, or the next mail, is there.
 
         Raises:
             HandshakePeerLostError: the coordinator is gone.
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
             HandshakeTimeoutError: the coordinator has said nothing until the deadline, a time of `time.monotonic`.
         """
-        while not is_there():
+        while not pending.is_ready:
             if self._reading.acquire(False):
                 try:
-                    while not is_there():
-                        self._raise_failure()
+                    while not pending.is_ready and self._failure is None and self._quiet_at < deadline:
                         self._read()
-                        if self._quiet_at >= deadline:
-                            raise self._no_answer(deadline)
                 finally:
                     self._reading.release()
                     if self._others_wait:
                         self._wake_others()
-                return
-            with self._turn:
-                self._others_wait += 1
-                try:
-                    if not is_there() and not self._nobody_reads():
-                        self._turn.wait(LOOK_UP_S)
-                finally:
-                    self._others_wait -= 1
-            # Not by the clock alone: what came while this process was stopped has yet to be read.
-            if self._quiet_at >= deadline and not is_there():
-                raise self._no_answer(deadline)
+            else:
+                with self._turn:
+                    self._others_wait += 1
+                    try:
+                        if not pending.is_ready and not self._nobody_reads():
+                            self._turn.wait(LOOK_UP_S)
+                    finally:
+                        self._others_wait -= 1
+            if not pending.is_ready:
+                self._raise_failure()
+                # Not by the clock alone: what came while this process was stopped has yet to be read.
+                if self._quiet_at >= deadline:
+                    raise self._no_answer()
 
     def _nobody_reads(self) -> bool:
         if self._reading.acquire(False):
@@ -351,7 +356,7 @@ class Client:
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
         with contextlib.suppress(HandshakeError):
-            self.wait(lambda: False, float("inf"))
+            self.wait(PendingVote(0, 0.0), float("inf"))
 
     def _wake_others(self) -> None:
         with self._turn:
@@ -361,7 +366,7 @@ class Client:
         """Reads once, for LOOK_UP_S at most, and hands out what came."""
         began = time.monotonic()
         try:
-            data = self._socket().recv(READ_BYTES)
+            data = self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
             self._quiet_at = began
             return
@@ -379,14 +384,15 @@ class Client:
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
-            pending = self._votes.pop(message.vote, None)
+            number, outcome, flags = message
+            pending = self._votes.pop(number, None)
             if pending is None:
-                raise HandshakeProtocolError(f"a verdict on vote {message.vote}, which was not cast")
-            if message.flags & _protocol.PLAN:
-                self.channels[message.vote] = pending
+                raise HandshakeProtocolError(f"a verdict on vote {number}, which was not cast")
+            if flags & _protocol.PLAN:
+                self.channels[number] = pending
                 if pending.is_abandoned:
                     self._call_off(pending)
-            pending.flags, pending.outcome = message.flags, message.outcome
+            pending.answer(outcome, flags)
             if self._others_wait:
                 self._wake_others()
         elif isinstance(message, _protocol.Detail):
@@ -395,7 +401,7 @@ class Client:
         elif isinstance(message, _protocol.Extra):
             pending = self._votes.get(message.vote) or self.channels.get(message.vote)
             if pending is not None:
-                pending.mail.append(message)
+                pending.deliver(message)
                 self._wake_others()
         elif isinstance(message, _protocol.Notice):
             logger.warning("handshake: %s", message.text)
@@ -422,21 +428,18 @@ class Client:
         for message in messages[1:]:
             self._handle(message)
 
-    def _socket(self) -> socket.socket:
-        if self._sock is None:
-            raise HandshakeError(f"rank {self._rank} is not connected")
-        return self._sock
-
     def send(self, data: bytes) -> None:
         """Sends a frame, and what is to go ahead of it. `lock` is held."""
-        self._raise_failure()
+        if self._failure is not None:
+            self._raise_failure()
         while self.ahead:
             data = self.ahead.popleft() + data
         try:
-            self._socket().sendall(data)
+            self._sock.sendall(data)
         except BlockingIOError:
             why = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
             self._fail(HandshakePeerLostError, why)
+            self._raise_failure()
         except OSError as error:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             if self._reading.acquire(False):
@@ -447,10 +450,10 @@ class Client:
                 finally:
                     self._reading.release()
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+            self._raise_failure()
         except BaseException:
             self._fail(HandshakePeerLostError, "a send was interrupted, and nobody knows how much of it has left")
             raise
-        self._raise_failure()
         self.bytes_sent += len(data)
 
     def _raise_failure(self) -> None:
@@ -466,7 +469,7 @@ class Client:
             )
         self._wake_others()
 
-    def _no_answer(self, deadline: float) -> _vocabulary.HandshakeTimeoutError:
+    def _no_answer(self) -> _vocabulary.HandshakeTimeoutError:
         return _vocabulary.HandshakeTimeoutError(
             f"rank {self._rank}: {self._coordinator_name()} has not answered in time, and not ended the wait either: "
             f"its process hangs, or its host is not reachable any more. Look at that process",

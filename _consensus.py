@@ -34,8 +34,9 @@ else:
     import _vocabulary
     from _vocabulary import HandshakeConfigError, HandshakeProtocolError, format_ranks
 
-# A waiting rank is told whom it waits for after so many seconds, and at every further minute.
+# A waiting rank is told whom it waits for after so many seconds, then every NOTICE_INTERVAL_S.
 NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
+NOTICE_INTERVAL_S = 60.0
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
 # smallest timeout in the cycle, if that is less: its ranks get SPLIT, and not TIMEOUT.
 CYCLE_GRACE_S = 5.0
@@ -114,28 +115,35 @@ class Voter:
         return format_ranks(self.ranks) + (f" ({self.label})" if self.label else "")
 
 
-@dataclass(slots=True, eq=False)
 class Decision:
-    """A vote, and once it is settled its answer."""
+    """A vote, and once it is settled its answer: `rank`, `outcome` and `reason`; `request`, what was given with the
+    vote; the whole `finding`; after how many `seconds`; and whether its component is to look for a `plan`."""
 
-    voter: Voter
-    places: Sequence[tuple[Line, Span]]
-    fingerprint: str | bytes
-    request: Any  # what was given with the vote
-    arrived: float
-    notice_at: float  # when its rank should next be told that it still waits
-    finding: Finding = _FAT
-    seconds: float = 0.0  # how long it had waited then
-    plan: bool = False  # whether its component is to look for a plan
+    __slots__ = ("arrived", "finding", "fingerprint", "notices", "places", "plan", "request", "seconds", "voter")
 
-    rank = property(lambda self: self.voter.ranks[0])
-    outcome = property(lambda self: self.finding.outcome)
-    reason = property(lambda self: self.finding.reason)
+    def __init__(
+        self, voter: Voter, places: Sequence[tuple[Line, Span]], fingerprint: str | bytes, request: Any, now: float
+    ) -> None:
+        self.voter = voter
+        self.places = places
+        self.fingerprint = fingerprint
+        self.request = request
+        self.arrived = now
+        self.notices = 0  # how often its rank was told that it still waits
 
     def settle(self, finding: Finding, now: float, plan: bool = False) -> "Decision":
         """The vote has its answer."""
         self.finding, self.seconds, self.plan = finding, now - self.arrived, plan
         return self
+
+    rank = property(lambda self: self.voter.ranks[0])
+    outcome = property(lambda self: self.finding.outcome)
+    reason = property(lambda self: self.finding.reason)
+
+    def next_notice(self) -> float:
+        """When its rank should next be told that it still waits."""
+        beyond = max(0, self.notices - len(NOTICE_AT_S) + 1)
+        return self.arrived + NOTICE_AT_S[self.notices - beyond] + beyond * NOTICE_INTERVAL_S
 
 
 @dataclass(slots=True, eq=False)
@@ -267,7 +275,7 @@ class _CollectiveHandshakeConsensus:
                 has_neighbours = True
         if voter.lost or voter.under_way >= MAX_VOTES_UNDER_WAY:
             raise self._refused(voter)
-        vote = Decision(voter, places, fingerprint, request, now, now + NOTICE_AT_S[0])
+        vote = Decision(voter, places, fingerprint, request, now)
         if not places:
             return [vote.settle(_FAT, now)]
 
@@ -308,9 +316,11 @@ class _CollectiveHandshakeConsensus:
         voter.under_way += 1
         if not component.missing:
             finding = _fingerprints_differ(component.votes.values()) if differs else _FAT
-            return passed + self._settle(component, finding, now, plan=differs)
-        component.due = min(component.due, now + voter.timeout_s)
-        self._next = min(self._next, now + min(CYCLE_GRACE_S, voter.timeout_s / 2))
+            settled = self._settle(component, finding, now, plan=differs)
+            return passed + settled if passed else settled
+        if now + voter.timeout_s < component.due:
+            component.due = now + voter.timeout_s
+            self._next = min(self._next, now + min(CYCLE_GRACE_S, voter.timeout_s / 2))
         return passed
 
     def expire(self, now: float) -> list[Decision]:
@@ -366,17 +376,17 @@ class _CollectiveHandshakeConsensus:
         Call it after `expire`."""
         due = []
         for component in self._open:
-            votes = [vote for vote in component.votes.values() if vote.notice_at <= now]
+            votes = [vote for vote in component.votes.values() if vote.next_notice() <= now]
             text = f"waiting for {self._describe_missing(component, now)[0]}" if votes else ""
             for vote in votes:
-                waited = now - vote.arrived
-                vote.notice_at = vote.arrived + next((at for at in NOTICE_AT_S if at > waited), waited // 60 * 60 + 60)
+                while vote.next_notice() <= now:
+                    vote.notices += 1
                 due.append((vote, text))
         self._schedule()
         return due
 
     def _schedule(self) -> None:
-        times = [vote.notice_at for vote in _votes_of(self._open)] + [component.due for component in self._open]
+        times = [vote.next_notice() for vote in _votes_of(self._open)] + [component.due for component in self._open]
         self._next = min(times + [due for _, due in self._wait_cycles()], default=math.inf)
 
     def _joined(self, met: list[Component], fingerprint: str | bytes) -> Component:
@@ -399,13 +409,14 @@ class _CollectiveHandshakeConsensus:
             if finding is not _FAT:
                 line.note(span, finding)
                 continue
-            line.base = span[1]
+            line.base = max(line.base, span[1])
             if span[1] == line.highest:
                 line.frontier.clear()  # all members stand there
-        for vote in component.votes.values():
+        votes = list(component.votes.values())
+        for vote in votes:
             vote.voter.under_way -= 1
-            vote.settle(finding, now, plan)
-        return list(component.votes.values())
+            vote.finding, vote.seconds, vote.plan = finding, now - vote.arrived, plan
+        return votes
 
     def _settle_all_linked(
         self, vote: Decision, met: list[Component], finding: Finding, now: float

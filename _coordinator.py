@@ -461,12 +461,12 @@ class Server:
 
     def _answer(self, decisions: Iterable[Decision]) -> None:
         """Sends what was decided in one step; what extras want ranks to have goes ahead of that."""
-        flags = 0
         if self._wants_reports:
             self._reply_about(_protocol.REPORTS, decisions)
-        if any(decision.plan for decision in decisions) and self._load(_protocol.PLANS):
-            self._reply_about(_protocol.PLANS, [decision for decision in decisions if decision.plan])
-            flags = _protocol.PLAN
+        plans = [decision for decision in decisions if decision.plan]
+        flags = _protocol.PLAN if plans and self._load(_protocol.PLANS) else 0
+        if flags:
+            self._reply_about(_protocol.PLANS, plans)
         for decision in decisions:
             connection, number, _ = decision.request
             finding = decision.finding

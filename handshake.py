@@ -112,7 +112,7 @@ class _Session:
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
         self.waited_s = self.longest_wait_s = 0.0
-        self.counters = dict.fromkeys(_COUNTED_AS, 0)
+        self.counters = [0] * len(_COUNTED_AS)
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._connect_within = _rendezvous.Deadline(0.0)
@@ -192,7 +192,7 @@ class _Session:
     def count(self, outcome: int, waited_s: float) -> None:
         """Counts one handshake, how it ended, and the seconds that it took."""
         with self._lock:
-            self.counters[_COUNTED_AS[outcome - 1]] += 1
+            self.counters[outcome - 1] += 1
             self.waited_s += waited_s
             if waited_s > self.longest_wait_s:
                 self.longest_wait_s = waited_s
@@ -332,7 +332,8 @@ class Handshake:
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
             HandshakeError: the handshake was closed.
         """
-        return self.submit_async(request, graph_text).result()
+        session, graph, pending = self._vote(request, graph_text, False)
+        return True if pending is None else _verdict(session, graph, pending)
 
     def submit_async(
         self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
@@ -343,6 +344,12 @@ class Handshake:
             partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
                 see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
         """
+        session, graph, pending = self._vote(request, graph_text, partial)
+        return Ticket(session, graph, pending)
+
+    def _vote(
+        self, request: CollectiveHandshakeRequest, text: GraphText, partial: bool
+    ) -> "tuple[_Session, _Graph, _client.PendingVote | None]":
         session = self._session
         if not isinstance(request, CollectiveHandshakeRequest):
             raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
@@ -350,24 +357,24 @@ class Handshake:
             raise HandshakeConfigError(
                 f"a request of rank {request.rank} was submitted on rank {session.settings.rank}", ranks=[request.rank]
             )
-        graph = _Graph(request.executable_fingerprint, graph_text, partial)
-        counts = request.pg_collective_counts
+        graph = _Graph(request.executable_fingerprint, text, partial)
         if not session.client.is_connected:
             session.must_be_open()
             for group in request.participating_groups:
                 _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             if not has_collectives_between_ranks(dict.fromkeys(request.participating_groups, 1)):
-                return Ticket(session, None, graph)
+                return session, graph, None
             session.connected()
-        return Ticket(session, session.client.vote_counted(counts, graph.digest, graph.flags(session)), graph)
+        counts = request.pg_collective_counts
+        return session, graph, session.client.vote_counted(counts, graph.digest, graph.flags(session))
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
         `waited_s` and `longest_wait_s` in seconds, `bytes_sent`."""
         session = self._session
         return {
-            "handshakes": sum(session.counters.values()),
-            **session.counters,
+            "handshakes": sum(session.counters),
+            **dict(zip(_COUNTED_AS, session.counters, strict=True)),
             "waited_s": session.waited_s,
             "longest_wait_s": session.longest_wait_s,
             "bytes_sent": session.client.bytes_sent,
@@ -413,7 +420,7 @@ class Ticket:
             another vote first has left them, which calls them off for all; so does letting go of the ticket.
     """
 
-    def __init__(self, session: _Session, pending: _client.PendingVote | None, graph: _Graph) -> None:
+    def __init__(self, session: _Session, graph: _Graph, pending: _client.PendingVote | None) -> None:
         self._session = session
         self._pending = pending
         self._graph = graph
@@ -439,7 +446,7 @@ class Ticket:
         session = self._session
         if not pending.outcome:
             _leave_exchange()
-            session.client.wait_for(pending, session.wait_s)
+            session.client.wait(pending, pending.sent_at + session.wait_s)
         waited_s = time.monotonic() - pending.sent_at
         session.count(pending.outcome, waited_s)
         return pending.outcome == _protocol.FAT or self._not_fat(pending, waited_s)
@@ -478,9 +485,8 @@ class Ticket:
     def _take_mail(self, pending: _client.PendingVote) -> None:
         """What extras of the coordinator's want of this rank."""
         client, wait_s = self._session.client, self._session.wait_s
-        asked = [mail for mail in pending.mail if mail.extra == _protocol.REPORTS]
-        for mail in asked:
-            pending.mail.remove(mail)
+        asked = [mail for mail in pending.mail or () if mail.extra == _protocol.REPORTS]
+        pending.mail = [mail for mail in pending.mail or () if mail.extra != _protocol.REPORTS]
         reports = _extra("_graph_report") if asked else None
         if reports is not None:
             channel = _client.Channel(client, pending, _protocol.REPORTS, wait_s)
@@ -507,6 +513,17 @@ class Ticket:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
         text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
+
+
+def _verdict(session: _Session, graph: _Graph, pending: _client.PendingVote) -> bool:
+    """Waits for the verdict on a vote. Returns and raises what `Handshake.submit` does."""
+    if not pending.is_ready:
+        _leave_exchange()
+        session.client.wait(pending, pending.sent_at + session.wait_s)
+    if pending.outcome != _protocol.FAT:
+        return Ticket(session, graph, pending).result()
+    session.count(_protocol.FAT, time.monotonic() - pending.sent_at)
+    return True
 
 
 def _leave_exchange() -> None:
@@ -593,7 +610,9 @@ def submit_handshake(
     Raises:
         As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
-    return submit_handshake_async(executable_fingerprint, pg_to_num_collectives, graph_module_str).result()
+    return DispatchGate(
+        executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=HandshakeStage.DISPATCH_STAGE
+    ).vote()
 
 
 def submit_handshake_async(
@@ -604,7 +623,7 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    return _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial).cast()
+    return Ticket(*_Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial).cast())
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -616,8 +635,6 @@ def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) ->
 
 class _Ballot:
     """A graph that votes, once or at each dispatch. Its groups are resolved once for each session."""
-
-    __slots__ = ("_collectives", "_flags", "_graph", "_session", "_takes")
 
     def __init__(
         self, fingerprint: str, pg_to_num_collectives: Mapping[Any, int], text: GraphText, partial: bool = False
@@ -633,37 +650,20 @@ class _Ballot:
     def _resolve(self) -> _Session:
         session = Handshake()._session
         if has_collectives_between_ranks(self._collectives):
-            for group, number in self._collectives.items():
-                if number:
-                    _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
+            for group in [group for group, number in self._collectives.items() if number]:
+                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             self._takes = session.connected().resolve(self._collectives)
         self._flags = self._graph.flags(session)
         self._session = session
         return session
 
-    def cast(self) -> Ticket:
-        """Counts and votes."""
+    def cast(self) -> tuple[_Session, _Graph, _client.PendingVote | None]:
+        """Counts and votes; None where there is nothing to vote on."""
         session = self._session
         if session is None or session.closed:
             session = self._resolve()
         takes = self._takes
-        pending = session.client.vote(takes, self._graph.digest, self._flags) if takes else None
-        return Ticket(session, pending, self._graph)
-
-    def vote(self) -> bool:
-        """`cast`, and the wait."""
-        session = self._session
-        if session is None or session.closed:
-            session = self._resolve()
-        if not self._takes:
-            return True
-        _leave_exchange()
-        pending = session.client.vote(self._takes, self._graph.digest, self._flags)
-        session.client.wait_for(pending, session.wait_s)
-        if pending.outcome != _protocol.FAT:
-            return Ticket(session, pending, self._graph).result()
-        session.count(_protocol.FAT, time.monotonic() - pending.sent_at)
-        return True
+        return session, self._graph, session.client.vote(takes, self._graph.digest, self._flags) if takes else None
 
 
 class DispatchGate:
@@ -693,11 +693,15 @@ class DispatchGate:
         elif not has_collectives_between_ranks(pg_to_num_collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
-            self._remembered = self._ballot.vote()
+            self._remembered = self._cast()
 
     def vote(self) -> bool:
         """Whether this dispatch runs fat."""
-        return self._ballot.vote() if self._remembered is None else self._remembered
+        return self._cast() if self._remembered is None else self._remembered
+
+    def _cast(self) -> bool:
+        session, graph, pending = self._ballot.cast()
+        return True if pending is None else _verdict(session, graph, pending)
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks
