@@ -26,7 +26,7 @@ def make(**arguments):
 
 def connect():
     """Connects now, and not at the first vote."""
-    made["handshake"]._session.client()
+    made["handshake"]._session.connected()
 
 
 def submit(spans, fingerprint="same"):

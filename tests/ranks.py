@@ -11,6 +11,7 @@ from layout import load
 _client = load("_client")
 _coordinator = load("_coordinator")
 _protocol = load("_protocol")
+_rendezvous = load("_rendezvous")
 _vocabulary = load("_vocabulary")
 handshake = load("handshake")
 
@@ -33,21 +34,24 @@ def request(rank, *spans, fingerprint="same"):
     return _vocabulary.CollectiveHandshakeRequest(counts(*spans), fingerprint, rank)
 
 
+def open_rank(rank, coordinator_rank=0, **options):
+    """A rank's `Handshake` with a session of its own: a process has one, but here several ranks share the process."""
+    made = handshake.Handshake.__new__(handshake.Handshake)
+    given = {"current_rank": rank, "coordinator_rank": coordinator_rank, **options}
+    made._session = handshake._Session(_rendezvous.Settings.resolve(given))
+    return made
+
+
 @contextlib.contextmanager
 def job(world_size, coordinator_rank=0, coordinator="thread", timeout_s=PATIENCE_S, ranks=None, **options):
     """The handshakes of all the ranks of a world, in this process. In the end they are closed, the coordinator last."""
     options = {"world_size": world_size, "timeout_s": timeout_s, "host": "127.0.0.1", **options}
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(
-            handshake.Handshake(coordinator_rank, coordinator_rank, port=0, coordinator=coordinator, **options)
-        )
+        first = stack.enter_context(open_rank(coordinator_rank, coordinator_rank, port=0, coordinator=coordinator, **options))
         made = {coordinator_rank: first}
         for rank in range(world_size) if ranks is None else ranks:
             if rank != coordinator_rank:
-                port = first.address[1]
-                made[rank] = stack.enter_context(
-                    handshake.Handshake(rank, coordinator_rank, port=port, **options)
-                )
+                made[rank] = stack.enter_context(open_rank(rank, coordinator_rank, port=first.address[1], **options))
         yield [made[rank] for rank in sorted(made)]
 
 
@@ -96,7 +100,9 @@ class Peer:
 
     def __init__(self, port, host="127.0.0.1"):
         self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
-        self.decoder = _protocol.Decoder(_protocol.MAX_FRAME_BYTES)
+        everything = frozenset(_protocol._KINDS)
+        self.decoder = _protocol.Decoder(everything)
+        self.messages = []
 
     def __enter__(self):
         return self
@@ -104,24 +110,26 @@ class Peer:
     def __exit__(self, *exception):
         self.sock.close()
 
-    def send(self, *frames):
+    def send(self, *messages):
+        """Messages, or frames as bytes."""
+        frames = [message if isinstance(message, bytes) else _protocol.encode(message) for message in messages]
         self.sock.sendall(b"".join(frames))
 
     def receive(self):
         """The next message; None at the end of the connection."""
-        while (message := self.decoder.next_message()) is None:
+        while not self.messages:
             try:
                 data = self.sock.recv(65536)
             except ConnectionError:
                 return None
             if not data:
                 return None
-            self.decoder.feed(data)
-        return message
+            self.messages += self.decoder.feed(data)
+        return self.messages.pop(0)
 
     def hello(self, rank, secret="", **facts):
         """Says who it is; returns the answer."""
         nonce = self.receive().nonce
-        facts = {"rank": rank, "host": "somewhere", "pid": 12345, **facts}
-        self.send(_protocol.hello(facts, secret.encode(), nonce))
+        said = _protocol.write_facts({"rank": rank, "host": "somewhere", "pid": 12345, **facts})
+        self.send(_protocol.Hello(_protocol.proof(secret.encode(), nonce, said), said))
         return self.receive()
