@@ -14,7 +14,7 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 # torch_tpu 0.2.0 reads the second; later versions the first.
@@ -23,8 +23,8 @@ GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
 
 # A fingerprint is a digest in hex, or a short compound of some; more is a whole graph in the place of its fingerprint.
 MAX_FINGERPRINT_CHARACTERS = 1024
-# Positions on a line have 64 bits on the wire: 32 are used up by a server that dispatches 200 collectives a hundred
-# times a second in less than three days. The number of one graph's has 32.
+# Positions on a line have 64 bits on the wire, a graph's number of collectives has 32. (A server that dispatches 200
+# collectives a hundred times a second is past 2**32 in less than three days.)
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 DIGEST_BYTES = 16
@@ -32,8 +32,8 @@ DIGEST_BYTES = 16
 MAX_FOREIGN_GROUPS = 4096
 
 _LOWERCASE_HEX = frozenset("0123456789abcdef")
-# What comes of reading JSON of another form.
-_WRONG_DATA = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+# What reading JSON raises that is malformed, or not what was expected.
+_WRONG_DATA = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class HandshakeError(RuntimeError):
@@ -91,11 +91,8 @@ class HandshakeStage(enum.Enum):
 
     @classmethod
     def from_env(cls) -> "HandshakeStage":
-        """The stage that one of `STAGE_VARIABLES` names; OFF where none is set.
-
-        Raises:
-            HandshakeConfigError: a variable does not name a stage, or the two name different ones.
-        """
+        """The stage that `STAGE_VARIABLES` name; OFF where none is set. Raises HandshakeConfigError where one does not
+        name a stage, or they name different ones."""
         named = {name: cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
         if len(set(named.values())) > 1:
             both = ", ".join(f"{name}={stage.name}" for name, stage in named.items())
@@ -104,10 +101,9 @@ class HandshakeStage(enum.Enum):
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
-        """A stage, or the one of that name in any case ("" is OFF); `source` is what an error says to correct."""
-        if isinstance(stage, cls):
-            return stage
-        name = str(stage).strip().upper() or "OFF"
+        """A stage, or the one of that name in any case ("" is OFF). `source` is the keyword or variable that gave it,
+        for the HandshakeConfigError that is raised where it is not a stage."""
+        name = stage.name if isinstance(stage, cls) else str(stage).strip().upper() or "OFF"
         if name not in cls.__members__:
             choices = ", ".join(cls.__members__)
             raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; set it to one of {choices}")
@@ -120,11 +116,7 @@ given_group_naming: str | None = None
 
 def group_naming(given: str | None = None) -> str:
     """How fingerprints name process groups: "role" (by what a group is to its members) or "exact" (by its ranks). As
-    given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role".
-
-    Raises:
-        HandshakeConfigError: it is neither.
-    """
+    given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role". Raises HandshakeConfigError."""
     naming = given or given_group_naming or os.environ.get(GROUPS_VARIABLE) or "role"
     if naming not in ("role", "exact"):
         source = "groups" if given else GROUPS_VARIABLE
@@ -132,19 +124,19 @@ def group_naming(given: str | None = None) -> str:
     return naming
 
 
-def whole_number(value: Any, source: str, *, text: bool = False) -> int:
+def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
     """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text, as variables hold it. `source` is the keyword or variable that gave it, for the error.
-
-    Raises:
-        HandshakeConfigError: it is not a whole number.
-    """
+    also decimal text, as variables hold it. `source` is the keyword or variable that gave it, for the
+    HandshakeConfigError that is raised where it is not a whole number, or less than `least`."""
     try:
         if not isinstance(value, bool):
-            return int(value) if text and isinstance(value, str) else operator.index(value)
+            number = int(value) if text and isinstance(value, str) else operator.index(value)
+            if least is None or number >= least:
+                return number
     except (TypeError, ValueError):
         pass
-    raise HandshakeConfigError(f"{source}={shorten(repr(value))} is not a whole number")
+    bound = "" if least is None else f" of at least {least}"
+    raise HandshakeConfigError(f"{source}={shorten(repr(value))} is not a whole number{bound}")
 
 
 def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
@@ -192,7 +184,7 @@ class ProcessGroupId:
         number of ranks in the job, may be unknown.
 
         Raises:
-            HandshakeTypeError: they are not integers.
+            HandshakeTypeError: the ranks are not integers.
             HandshakeConfigError: there is none, or one is negative, there twice, or outside the world.
         """
         try:
@@ -207,7 +199,8 @@ class ProcessGroupId:
             shown = shorten(repr(list(given)))
             raise HandshakeConfigError(f"a process group needs ranks from 0 on, each once, got {shown}")
         if world_size is not None:
-            must_be_in_world(members, whole_number(world_size, "world_size"))
+            world_size = whole_number(world_size, "world_size")
+            must_be_in_world(members, world_size)
         self.ranks: tuple[int, ...] = members
         self.world_size = world_size
         self._hash = hash(members)
@@ -216,12 +209,10 @@ class ProcessGroupId:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        ranks = getattr(other, "ranks", None)
-        if ranks is self.ranks:
-            return True
+        ranks: Any = getattr(other, "ranks", None)
         try:
-            return NotImplemented if ranks is None else bool(self.ranks == tuple(ranks))
-        except TypeError:  # what it calls its ranks are not a group's
+            return ranks is self.ranks or self.ranks == tuple(ranks)
+        except TypeError:  # it has no ranks, or what it calls so are not a group's
             return NotImplemented
 
     def __iter__(self) -> Iterator[int]:
@@ -249,12 +240,8 @@ _foreign_groups: dict[int, tuple[tuple[int, ...], ProcessGroupId]] = {}
 
 
 def as_process_group_id(group: GroupLike) -> ProcessGroupId:
-    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`.
-
-    Raises:
-        HandshakeTypeError: it has no `.ranks`, or they are not integers.
-        HandshakeConfigError: its `.ranks` do not make a group.
-    """
+    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`. Raises HandshakeTypeError where it has none,
+    else as `ProcessGroupId`."""
     if type(group) is ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
@@ -267,7 +254,7 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
     if known is not None:
         return known[1]
     made = ProcessGroupId(ranks)
-    if isinstance(ranks, tuple):
+    if isinstance(ranks, tuple):  # a list may change
         if len(_foreign_groups) >= MAX_FOREIGN_GROUPS:
             _foreign_groups.clear()
         _foreign_groups[id(ranks)] = (ranks, made)
@@ -279,17 +266,16 @@ def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[Proce
 
     Raises:
         HandshakeTypeError: that is not a mapping, or a key is not a group.
-        HandshakeConfigError: a count is not a non-negative integer.
+        HandshakeConfigError: a count is not a whole number of at least 0.
     """
     if not isinstance(pg_to_num_collectives, Mapping):
         shown = shorten(repr(pg_to_num_collectives))
         raise HandshakeTypeError(f"expected a mapping from process group to count, got {shown}")
     collectives: dict[ProcessGroupId, int] = {}
-    for key, value in pg_to_num_collectives.items():
+    for key, number in pg_to_num_collectives.items():
         group = as_process_group_id(key)
-        number = whole_number(value, f"num_collectives on {format_ranks(group)}")
-        if number < 0:
-            raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
+        if type(number) is not int or number < 0:  # asked first, because writing 4,096 ranks takes long
+            number = whole_number(number, f"num_collectives on {format_ranks(group)}", least=0)
         collectives[group] = collectives.get(group, 0) + number
     return collectives
 
@@ -303,17 +289,15 @@ class ProcessGroupCollectiveCount:
         num_collectives_in_graph: collectives that this graph issues on the group; 0 where the group is idle in it.
 
     Raises:
-        HandshakeConfigError: one is not a whole number from 0 on, or past its bound.
+        HandshakeConfigError: one is not a whole number of at least 0, or past its bound.
     """
 
     collective_count_before: int
     num_collectives_in_graph: int
 
     def __post_init__(self) -> None:
-        before = whole_number(self.collective_count_before, "collective_count_before")
-        number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph")
-        if before < 0 or number < 0:
-            raise HandshakeConfigError(f"counts must not be negative, got {before} and {number}")
+        before = whole_number(self.collective_count_before, "collective_count_before", least=0)
+        number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph", least=0)
         if before + number > MAX_LINE_POSITION or number > MAX_COLLECTIVES_IN_GRAPH:
             raise HandshakeConfigError(
                 f"a collective line ends at {MAX_LINE_POSITION}, and a graph has at most {MAX_COLLECTIVES_IN_GRAPH} "
@@ -330,7 +314,7 @@ class ProcessGroupCollectiveCount:
 
 class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount]):
     """Where one rank stands on the collective lines of all the groups that it has used so far: a mapping from group to
-    count. Not safe for use from several threads at once. Copies are cheap: groups and counts are immutable."""
+    count. Not safe for use from several threads at once."""
 
     __slots__ = ("_eager", "_pg_to_count")
 
@@ -340,18 +324,15 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
             HandshakeTypeError: that is not a mapping from group to ProcessGroupCollectiveCount.
             HandshakeConfigError: two keys are groups of the same ranks.
         """
-        pg_to_count = {} if pg_to_count is None else pg_to_count
-        if not isinstance(pg_to_count, Mapping) or not all(
-            isinstance(count, ProcessGroupCollectiveCount) for count in pg_to_count.values()
-        ):
-            raise HandshakeTypeError(
-                f"expected a mapping from process group to ProcessGroupCollectiveCount(before, in_graph), got "
-                f"{shorten(repr(pg_to_count))}"
-            )
-        self._pg_to_count = {as_process_group_id(group): count for group, count in pg_to_count.items()}
-        if len(self._pg_to_count) < len(pg_to_count):
-            raise HandshakeConfigError(f"a group is counted twice in {shorten(repr(pg_to_count))}")
+        given = {} if pg_to_count is None else pg_to_count
+        if not isinstance(given, Mapping) or not all(type(c) is ProcessGroupCollectiveCount for c in given.values()):
+            wanted = "a mapping from process group to ProcessGroupCollectiveCount(before, in_graph)"
+            raise HandshakeTypeError(f"expected {wanted}, got {shorten(repr(given))}")
+        # Copies share these two dictionaries: they are replaced, never changed.
+        self._pg_to_count = {as_process_group_id(group): count for group, count in given.items()}
         self._eager: dict[ProcessGroupId, int] = {}  # of each line, how many were recorded as eager
+        if len(self._pg_to_count) < len(given):
+            raise HandshakeConfigError(f"a group is counted twice in {shorten(repr(given))}")
 
     def increment_pg_collective_counts(self, pg_to_num_collectives: Mapping[Any, int]) -> None:
         """Moves on to the next graph, with so many collectives on each group: its spans start where the last ones end.
@@ -362,7 +343,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         """
         moved = {
             group: ProcessGroupCollectiveCount(count.end, 0) if count.num_collectives_in_graph else count
-            for group, count in self._pg_to_count.items()
+            for group, count in self.items()
         }
         for group, number in collectives_by_group(pg_to_num_collectives).items():
             before = moved[group].collective_count_before if group in moved else 0
@@ -373,51 +354,44 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises
         HandshakeConfigError as `collectives_by_group`."""
         [(group, number)] = collectives_by_group({pg: num_collectives}).items()
-        end = self._pg_to_count[group].end if group in self._pg_to_count else 0
-        self._pg_to_count[group] = ProcessGroupCollectiveCount(end + number, 0)
-        self._eager[group] = self._eager.get(group, 0) + number
+        end = self[group].end if group in self else 0
+        self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
+        self._eager = {**self._eager, group: self._eager.get(group, 0) + number}
 
     def collective_count(self, pg: GroupLike) -> int:
         """How many collectives `pg` has seen once this graph has run: before + in graph. Raises KeyError."""
         return self[pg].end
 
     def matches(self, other: "RankCollectiveCounts") -> bool:
-        """Whether two ranks' counts agree: on every group that both belong to, the same span, or none on both.
+        """Whether two ranks' counts agree: on every group that surely holds both, the same span, or none on both."""
+        mine, theirs = (
+            {group: count for group, count in counts.items() if count.num_collectives_in_graph}
+            for counts in (self, other)
+        )
+        differing = [group for group in {**mine, **theirs} if mine.get(group) != theirs.get(group)]
+        return not any(self._is_surely_in(group) and other._is_surely_in(group) for group in differing)
 
-        A group that only one side names counts against the match if it has a span there and the other side's rank
-        surely belongs to it (as a rank of {0, 1} surely belongs to {0, 1, 2}).
-        """
-        for group, count in self.items():
-            theirs = other[group] if group in other else count
-            if count != theirs and (count.num_collectives_in_graph or theirs.num_collectives_in_graph):
-                return False
-        return not (self._lacks_a_group_of(other) or other._lacks_a_group_of(self))
-
-    def _lacks_a_group_of(self, other: "RankCollectiveCounts") -> bool:
-        could_be_self = set[int].intersection(*(set(group) for group in self)) if self else set[int]()
-        missing = [group for group, count in other.items() if count.num_collectives_in_graph and group not in self]
-        return bool(could_be_self) and any(could_be_self.issubset(group) for group in missing)
+    def _is_surely_in(self, group: ProcessGroupId) -> bool:
+        """Whether the rank of these counts belongs to `group`: it names it, or must, as one of {0, 1} is in {0, 1, 2}."""
+        may_be = set[int].intersection(*map(set, self)) if self else set[int]()
+        return group in self or (len(may_be) > 0 and may_be.issubset(group))
 
     def to_json(self) -> list[dict[str, Any]]:
         """The counts as a list that `json.dumps` takes, one object a group."""
-        return [
-            {"process_group": list(group.ranks), **dataclasses.asdict(count)} for group, count in self.items()
-        ]
+        return [{"process_group": list(group), **dataclasses.asdict(count)} for group, count in self.items()]
 
     @classmethod
     def from_json(cls, data: str | list[dict[str, Any]]) -> "RankCollectiveCounts":
-        """The counts that `to_json` gave, as that list or as its JSON text. Raises HandshakeProtocolError for anything
-        else."""
+        """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError where it is not
+        one."""
+        before, number = (field.name for field in dataclasses.fields(ProcessGroupCollectiveCount))
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            names = ("collective_count_before", "num_collectives_in_graph")
-            counts = {
-                ProcessGroupId(item["process_group"]): ProcessGroupCollectiveCount(*(item[name] for name in names))
-                for item in items
-            }
-            if len(counts) < len(items):
+            pairs = [(item["process_group"], ProcessGroupCollectiveCount(item[before], item[number])) for item in items]
+            counts = cls({ProcessGroupId(ranks): count for ranks, count in pairs})
+            if len(counts) < len(pairs):
                 raise ValueError("a group is counted twice")
-            return cls(counts)
+            return counts
         except _WRONG_DATA as error:
             raise HandshakeProtocolError(f"not the JSON of collective counts: {error}") from error
 
@@ -433,15 +407,12 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     def __iter__(self) -> Iterator[ProcessGroupId]:
         return iter(self._pg_to_count)
 
-    def __eq__(self, other: object) -> bool:
-        return self._pg_to_count == other._pg_to_count if isinstance(other, RankCollectiveCounts) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
+    def items(self) -> ItemsView[ProcessGroupId, ProcessGroupCollectiveCount]:
+        return self._pg_to_count.items()  # Mapping's own looks each key up again
 
     def __copy__(self) -> "RankCollectiveCounts":
         copied = RankCollectiveCounts()
-        copied._pg_to_count = dict(self._pg_to_count)
-        copied._eager = dict(self._eager)
+        copied._pg_to_count, copied._eager = self._pg_to_count, self._eager
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RankCollectiveCounts":
@@ -460,7 +431,7 @@ def fingerprint_digest(fingerprint: str) -> bytes:
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
-@dataclasses.dataclass(eq=True)
+@dataclasses.dataclass
 class CollectiveHandshakeRequest:
     """One graph's vote.
 
@@ -482,24 +453,20 @@ class CollectiveHandshakeRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.pg_collective_counts, RankCollectiveCounts):
             self.pg_collective_counts = RankCollectiveCounts(self.pg_collective_counts)
-        rank = self.rank = whole_number(self.rank, "rank")
+        rank = self.rank = whole_number(self.rank, "rank", least=0)
         fingerprint = self.executable_fingerprint
-        wrong, group = "", None
-        if rank < 0:
-            wrong = f"rank={rank} is negative"
-        elif not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
-            wrong = (
+        if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
+            raise HandshakeConfigError(
                 f"executable_fingerprint must be a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, got "
-                f"{shorten(repr(fingerprint))}: pass executable_fingerprint(text), the digest of a longer one"
+                f"{shorten(repr(fingerprint))}: pass executable_fingerprint(text), the digest of a longer one",
+                ranks=[rank],
             )
-        elif not self.pg_collective_counts:
-            wrong = "a request needs at least one process group"
-        for group in self.participating_groups if not wrong else ():
+        if not self.pg_collective_counts:
+            raise HandshakeConfigError("a request needs at least one process group", ranks=[rank])
+        for group in self.participating_groups:
             if rank not in group:
-                wrong = f"rank {rank} votes on a group that it is not in ({format_ranks(group)})"
-                break
-        if wrong:
-            raise HandshakeConfigError(wrong, ranks=[rank], group=group)
+                text = f"rank {rank} votes on a group that it is not in ({format_ranks(group)})"
+                raise HandshakeConfigError(text, ranks=[rank], group=group)
 
     @property
     def participating_groups(self) -> list[ProcessGroupId]:
