@@ -2,8 +2,8 @@
 """The words of the handshake: groups, counts, requests, stages and errors.
 
 A *collective line* is the numbered sequence of collectives issued on one process group. A graph takes, on each of its
-groups, the *span* ``[collective_count_before, collective_count_before + num_collectives_in_graph)`` of that group's
-line. `RankCollectiveCounts` is where one rank stands on all of its lines, `CollectiveHandshakeRequest` one graph's vote.
+groups, the *span* ``[collective_count_before, collective_count_before + num_collectives_in_graph)`` of that line.
+`RankCollectiveCounts` is where one rank stands on all of its lines, `CollectiveHandshakeRequest` one graph's vote.
 """
 
 import bisect
@@ -20,46 +20,34 @@ from typing import Any, Protocol
 # torch_tpu 0.2.0 reads the second; later versions the first.
 STAGE_VARIABLES = ("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "TORCH_TPU_SPMD_HANDSHAKE_STAGE")
 GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
-
+# How the open handshake's fingerprints name groups, where it was told; set by `handshake`.
+given_group_naming: str | None = None
 # A fingerprint is a digest in hex, or a short compound of some; more is a whole graph in the place of its fingerprint.
 MAX_FINGERPRINT_CHARACTERS = 1024
-# Positions on a line have 64 bits on the wire, a graph's number of collectives has 32. (A server that dispatches 200
-# collectives a hundred times a second is past 2**32 in less than three days.)
+# As many as the wire has bits for. A busy server issues 2**32 collectives in less than three days, a graph never.
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 DIGEST_BYTES = 16
-# Groups of other classes that are known by sight. A job has tens; past this many, callers make new ones for each call.
+# A job has tens of groups; past this many, callers make new ones for each call.
 MAX_FOREIGN_GROUPS = 4096
-
-_LOWERCASE_HEX = frozenset("0123456789abcdef")
-# What reading JSON raises that is malformed, or not what was expected.
-_WRONG_DATA = (ValueError, KeyError, TypeError, RecursionError)
+# Other classes' groups as ours, by the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks
+# takes longer than a vote may.
+_foreign_groups: dict[int, tuple[tuple[int, ...], "ProcessGroupId"]] = {}
+_MALFORMED_JSON_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class HandshakeError(RuntimeError):
-    """Anything that the handshake raises. Raised as itself where no narrower class fits.
-
-    Attributes:
-        ranks: the ranks that the error is about (missing, lost, refused), ascending; empty if none.
-        group: the ranks of the process group concerned, or None.
-        span: `(start, end)` on that group's collective line, or None.
-        seconds: how long the rank waited, or None.
-    """
+    """Anything that the handshake raises. Raised as itself where no narrower class fits."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        ranks: Iterable[int] = (),
-        group: Iterable[int] | None = None,
-        span: tuple[int, int] | None = None,
-        seconds: float | None = None,
-    ) -> None:
+        self, message: str, *, ranks: Iterable[int] = (), group: Iterable[int] | None = None,
+        span: tuple[int, int] | None = None, seconds: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.ranks = tuple(sorted(ranks))
-        self.group = None if group is None else tuple(group)
-        self.span = span
-        self.seconds = seconds
+        self.ranks = tuple(sorted(ranks))  # those that it is about (missing, lost, refused), ascending; empty if none
+        self.group = None if group is None else tuple(group)  # the ranks of the process group concerned
+        self.span = span  # (start, end) on that group's collective line
+        self.seconds = seconds  # how long the rank waited
 
 
 class HandshakeTimeoutError(HandshakeError, TimeoutError):
@@ -91,18 +79,16 @@ class HandshakeStage(enum.Enum):
 
     @classmethod
     def from_env(cls) -> "HandshakeStage":
-        """The stage that `STAGE_VARIABLES` name; OFF where none is set. Raises HandshakeConfigError where one does not
-        name a stage, or they name different ones."""
+        """The stage by `STAGE_VARIABLES`; OFF where none is set. Raises HandshakeConfigError, also where two differ."""
         named = {name: cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
         if len(set(named.values())) > 1:
             both = ", ".join(f"{name}={stage.name}" for name, stage in named.items())
-            raise HandshakeConfigError(f"two variables name different stages: {both}. Set both to the same, or only one")
+            raise HandshakeConfigError(f"two variables name different stages: {both}. Set only one, or both the same")
         return next(iter(named.values()), cls.OFF)
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
-        """A stage, or the one of that name in any case ("" is OFF). `source` is the keyword or variable that gave it,
-        for the HandshakeConfigError that is raised where it is not a stage."""
+        """A stage, or the one of that name in any case ("" is OFF). `source`: as in `whole_number`."""
         name = stage.name if isinstance(stage, cls) else str(stage).strip().upper() or "OFF"
         if name not in cls.__members__:
             choices = ", ".join(cls.__members__)
@@ -110,24 +96,20 @@ class HandshakeStage(enum.Enum):
         return cls[name]
 
 
-# How the open handshake's fingerprints name groups, where it was told; set by `handshake`.
-given_group_naming: str | None = None
-
-
 def group_naming(given: str | None = None) -> str:
     """How fingerprints name process groups: "role" (by what a group is to its members) or "exact" (by its ranks). As
     given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role". Raises HandshakeConfigError."""
     naming = given or given_group_naming or os.environ.get(GROUPS_VARIABLE) or "role"
     if naming not in ("role", "exact"):
-        source = "groups" if given else GROUPS_VARIABLE
-        raise HandshakeConfigError(f'{source}={naming!r} is not a way to name groups; use "role" or "exact"')
+        text = f'{naming!r} is not a way to name groups; use "role" or "exact" for groups=, or in {GROUPS_VARIABLE}'
+        raise HandshakeConfigError(text)
     return naming
 
 
 def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
     """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text, as variables hold it. `source` is the keyword or variable that gave it, for the
-    HandshakeConfigError that is raised where it is not a whole number, or less than `least`."""
+    also decimal text, as variables hold it. Raises HandshakeConfigError, which names `source`, the keyword or variable
+    that gave it, where it is not a whole number, or below `least`."""
     try:
         if not isinstance(value, bool):
             number = int(value) if text and isinstance(value, str) else operator.index(value)
@@ -141,17 +123,14 @@ def whole_number(value: Any, source: str, *, least: int | None = None, text: boo
 
 def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
     """Ranks in any order as people read them: ``rank 3``, ``ranks 0-3, 8``; past `most_ranges` they are counted."""
-    ranges: list[list[int]] = []
-    ordered = sorted(set(ranks))
-    for rank in ordered:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most_ranges]]
+    members = set(ranks)
+    firsts = sorted(rank for rank in members if rank - 1 not in members)
+    lasts = sorted(rank for rank in members if rank + 1 not in members)
+    ranges = list(zip(firsts, lasts, strict=True))
+    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most_ranges])
     left = sum(high - low + 1 for low, high in ranges[most_ranges:])
-    text = ", ".join(shown) + (f" and {left} more" if left else "")
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}" if ordered else "no rank"
+    text = f"{shown} and {left} more" if left else shown
+    return f"{'rank' if len(members) == 1 else 'ranks'} {text}" if members else "no rank"
 
 
 def shorten(text: str, most_characters: int = 120) -> str:
@@ -163,7 +142,7 @@ def must_be_in_world(ranks: Sequence[int], world_size: int) -> None:
     """Raises HandshakeConfigError where the ascending ranks of a group reach outside a world."""
     if ranks[-1] >= world_size:
         text = f"rank {ranks[-1]} of a process group is outside a world of {world_size} ranks"
-        raise HandshakeConfigError(text, ranks=[ranks[-1]], group=ranks)
+        raise HandshakeConfigError(text, ranks=ranks[-1:], group=ranks)
 
 
 class GroupLike(Protocol):
@@ -177,33 +156,25 @@ class ProcessGroupId:
     """A process group, named by its members: `ranks`, a tuple, strictly ascending. Immutable, hashable, a sequence of
     ranks, and equal to any object whose `.ranks` are the same, torch_tpu's own class of this name included."""
 
-    __slots__ = ("_hash", "ranks", "world_size")
-
     def __init__(self, ranks: Iterable[int], world_size: int | None = None) -> None:
         """`ranks` may come in any order, as `torch.distributed.get_process_group_ranks` gives them; `world_size`, the
-        number of ranks in the job, may be unknown.
-
-        Raises:
-            HandshakeTypeError: the ranks are not integers.
-            HandshakeConfigError: there is none, or one is negative, there twice, or outside the world.
-        """
+        number of ranks in the job, may be unknown. Raises HandshakeTypeError where ranks are not integers, and
+        HandshakeConfigError where there is none, or one is negative, there twice, or outside the world."""
         try:
             given = tuple(ranks)
             if isinstance(ranks, bytes | bytearray | Mapping) or bool in map(type, given):
                 raise TypeError
-            members = tuple(sorted(map(operator.index, given)))
+            self.ranks: tuple[int, ...] = tuple(sorted(map(operator.index, given)))
         except TypeError:
             shown = shorten(repr(ranks))
             raise HandshakeTypeError(f"ranks of a process group must be integers, as in [0, 1], got {shown}") from None
-        if not members or members[0] < 0 or not all(map(operator.lt, members, members[1:])):
+        if not self.ranks or self.ranks[0] < 0 or not all(map(operator.lt, self.ranks, self.ranks[1:])):
             shown = shorten(repr(list(given)))
             raise HandshakeConfigError(f"a process group needs ranks from 0 on, each once, got {shown}")
-        if world_size is not None:
-            world_size = whole_number(world_size, "world_size")
-            must_be_in_world(members, world_size)
-        self.ranks: tuple[int, ...] = members
-        self.world_size = world_size
-        self._hash = hash(members)
+        self.world_size = None if world_size is None else whole_number(world_size, "world_size")
+        if self.world_size is not None:
+            must_be_in_world(self.ranks, self.world_size)
+        self._hash = hash(self.ranks)
 
     def __hash__(self) -> int:
         return self._hash
@@ -235,21 +206,16 @@ class ProcessGroupId:
         return (ProcessGroupId, (self.ranks, self.world_size))
 
 
-# By the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks takes longer than a vote may.
-_foreign_groups: dict[int, tuple[tuple[int, ...], ProcessGroupId]] = {}
-
-
 def as_process_group_id(group: GroupLike) -> ProcessGroupId:
-    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`. Raises HandshakeTypeError where it has none,
-    else as `ProcessGroupId`."""
+    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`. Raises as that, and HandshakeTypeError where
+    there are no `.ranks`."""
     if type(group) is ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
     if ranks is None:
-        raise HandshakeTypeError(
-            f"expected a process group by its ranks (an object with .ranks), got {shorten(repr(group))}: pass "
-            f"ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
-        )
+        wanted = "ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
+        shown = shorten(repr(group))
+        raise HandshakeTypeError(f"expected a process group (an object with .ranks), got {shown}: pass {wanted}")
     known = _foreign_groups.get(id(ranks))
     if known is not None:
         return known[1]
@@ -262,19 +228,15 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
 
 
 def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[ProcessGroupId, int]:
-    """How many collectives a graph issues on each group, in our types. Groups of the same ranks are one line.
-
-    Raises:
-        HandshakeTypeError: that is not a mapping, or a key is not a group.
-        HandshakeConfigError: a count is not a whole number of at least 0.
-    """
+    """How many collectives a graph issues on each group, in our types. Groups of the same ranks are one line. Raises
+    HandshakeTypeError for another type than a mapping from groups, HandshakeConfigError for an impossible number."""
     if not isinstance(pg_to_num_collectives, Mapping):
         shown = shorten(repr(pg_to_num_collectives))
         raise HandshakeTypeError(f"expected a mapping from process group to count, got {shown}")
     collectives: dict[ProcessGroupId, int] = {}
     for key, number in pg_to_num_collectives.items():
         group = as_process_group_id(key)
-        if type(number) is not int or number < 0:  # asked first, because writing 4,096 ranks takes long
+        if type(number) is not int or number < 0:  # asked here, because to write 4,096 ranks takes long
             number = whole_number(number, f"num_collectives on {format_ranks(group)}", least=0)
         collectives[group] = collectives.get(group, 0) + number
     return collectives
@@ -282,27 +244,17 @@ def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[Proce
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessGroupCollectiveCount:
-    """Where a rank stands on one group's collective line.
+    """Where a rank stands on one group's collective line. Raises HandshakeConfigError for an impossible number."""
 
-    Attributes:
-        collective_count_before: collectives issued on the group before this graph.
-        num_collectives_in_graph: collectives that this graph issues on the group; 0 where the group is idle in it.
-
-    Raises:
-        HandshakeConfigError: one is not a whole number of at least 0, or past its bound.
-    """
-
-    collective_count_before: int
-    num_collectives_in_graph: int
+    collective_count_before: int  # collectives issued on the group before this graph
+    num_collectives_in_graph: int  # those that this graph issues; 0 where the group is idle in it
 
     def __post_init__(self) -> None:
         before = whole_number(self.collective_count_before, "collective_count_before", least=0)
         number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph", least=0)
         if before + number > MAX_LINE_POSITION or number > MAX_COLLECTIVES_IN_GRAPH:
-            raise HandshakeConfigError(
-                f"a collective line ends at {MAX_LINE_POSITION}, and a graph has at most {MAX_COLLECTIVES_IN_GRAPH} "
-                f"collectives on a group; got {before} + {number}"
-            )
+            bounds = f"at most {MAX_COLLECTIVES_IN_GRAPH} collectives, and its line ends at {MAX_LINE_POSITION}"
+            raise HandshakeConfigError(f"on a group a graph has {bounds}; got {before} + {number}")
         object.__setattr__(self, "collective_count_before", before)
         object.__setattr__(self, "num_collectives_in_graph", number)
 
@@ -314,18 +266,12 @@ class ProcessGroupCollectiveCount:
 
 class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount]):
     """Where one rank stands on the collective lines of all the groups that it has used so far: a mapping from group to
-    count. Not safe for use from several threads at once."""
-
-    __slots__ = ("_eager", "_pg_to_count")
+    count, in which groups of any class can be looked up. Not safe for use from several threads at once."""
 
     def __init__(self, pg_to_count: Mapping[Any, ProcessGroupCollectiveCount] | None = None) -> None:
-        """
-        Raises:
-            HandshakeTypeError: that is not a mapping from group to ProcessGroupCollectiveCount.
-            HandshakeConfigError: two keys are groups of the same ranks.
-        """
+        """Raises HandshakeTypeError for another type, HandshakeConfigError where keys are groups of the same ranks."""
         given = {} if pg_to_count is None else pg_to_count
-        if not isinstance(given, Mapping) or not all(type(c) is ProcessGroupCollectiveCount for c in given.values()):
+        if not isinstance(given, Mapping) or any(type(c) is not ProcessGroupCollectiveCount for c in given.values()):
             wanted = "a mapping from process group to ProcessGroupCollectiveCount(before, in_graph)"
             raise HandshakeTypeError(f"expected {wanted}, got {shorten(repr(given))}")
         # Copies share these two dictionaries: they are replaced, never changed.
@@ -336,23 +282,20 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     def increment_pg_collective_counts(self, pg_to_num_collectives: Mapping[Any, int]) -> None:
         """Moves on to the next graph, with so many collectives on each group: its spans start where the last ones end.
-        A known group that is not named is idle in it.
-
-        Raises:
-            HandshakeConfigError: as `collectives_by_group`, or a line is too long. Nothing has moved then.
-        """
-        moved = {
-            group: ProcessGroupCollectiveCount(count.end, 0) if count.num_collectives_in_graph else count
-            for group, count in self.items()
-        }
+        A known group that is not named is idle in it. Raises as `collectives_by_group`, and HandshakeConfigError where
+        a line gets too long; nothing has moved then."""
+        moved = dict(self._pg_to_count)
+        for group, count in self.items():
+            if count.num_collectives_in_graph:
+                moved[group] = ProcessGroupCollectiveCount(count.end, 0)
         for group, number in collectives_by_group(pg_to_num_collectives).items():
             before = moved[group].collective_count_before if group in moved else 0
             moved[group] = ProcessGroupCollectiveCount(before, number)
         self._pg_to_count = moved
 
     def record_eager_collectives(self, pg: GroupLike, num_collectives: int) -> None:
-        """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises
-        HandshakeConfigError as `collectives_by_group`."""
+        """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises as
+        `collectives_by_group`."""
         [(group, number)] = collectives_by_group({pg: num_collectives}).items()
         end = self[group].end if group in self else 0
         self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
@@ -364,17 +307,15 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     def matches(self, other: "RankCollectiveCounts") -> bool:
         """Whether two ranks' counts agree: on every group that surely holds both, the same span, or none on both."""
-        mine, theirs = (
-            {group: count for group, count in counts.items() if count.num_collectives_in_graph}
-            for counts in (self, other)
-        )
-        differing = [group for group in {**mine, **theirs} if mine.get(group) != theirs.get(group)]
+        mine = {group: count for group, count in self.items() if count.num_collectives_in_graph}
+        theirs = {group: count for group, count in other.items() if count.num_collectives_in_graph}
+        differing = {group for group, _ in mine.items() ^ theirs.items()}
         return not any(self._is_surely_in(group) and other._is_surely_in(group) for group in differing)
 
     def _is_surely_in(self, group: ProcessGroupId) -> bool:
-        """Whether the rank of these counts belongs to `group`: it names it, or must, as one of {0, 1} is in {0, 1, 2}."""
-        may_be = set[int].intersection(*map(set, self)) if self else set[int]()
-        return group in self or (len(may_be) > 0 and may_be.issubset(group))
+        """Whether these counts name `group`, or their rank must be in it, as one of {0, 1} is in {0, 1, 2}."""
+        possible_ranks = set[int].intersection(*map(set, self)) if self else set[int]()
+        return group in self or (bool(possible_ranks) and possible_ranks.issubset(group))
 
     def to_json(self) -> list[dict[str, Any]]:
         """The counts as a list that `json.dumps` takes, one object a group."""
@@ -382,17 +323,16 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     @classmethod
     def from_json(cls, data: str | list[dict[str, Any]]) -> "RankCollectiveCounts":
-        """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError where it is not
-        one."""
-        before, number = (field.name for field in dataclasses.fields(ProcessGroupCollectiveCount))
+        """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError."""
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            pairs = [(item["process_group"], ProcessGroupCollectiveCount(item[before], item[number])) for item in items]
-            counts = cls({ProcessGroupId(ranks): count for ranks, count in pairs})
-            if len(counts) < len(pairs):
+            names = ("process_group", "collective_count_before", "num_collectives_in_graph")
+            rows = [[item[name] for name in names] for item in items]
+            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*numbers) for ranks, *numbers in rows}
+            if len(counts) < len(rows):
                 raise ValueError("a group is counted twice")
-            return counts
-        except _WRONG_DATA as error:
+            return cls(counts)
+        except _MALFORMED_JSON_ERRORS as error:
             raise HandshakeProtocolError(f"not the JSON of collective counts: {error}") from error
 
     def __getitem__(self, pg: GroupLike) -> ProcessGroupCollectiveCount:
@@ -410,13 +350,12 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     def items(self) -> ItemsView[ProcessGroupId, ProcessGroupCollectiveCount]:
         return self._pg_to_count.items()  # Mapping's own looks each key up again
 
-    def __copy__(self) -> "RankCollectiveCounts":
+    def __copy__(self, memo: object = None) -> "RankCollectiveCounts":
         copied = RankCollectiveCounts()
         copied._pg_to_count, copied._eager = self._pg_to_count, self._eager
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RankCollectiveCounts":
-        return self.__copy__()
+    __deepcopy__ = __copy__
 
     def __repr__(self) -> str:
         return f"RankCollectiveCounts({self._pg_to_count!r})"
@@ -426,29 +365,20 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 def fingerprint_digest(fingerprint: str) -> bytes:
     """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire: of one that is 32 lowercase hex digits, as
     `graph_fingerprint` gives, these; so logs on both sides show the same text."""
-    if len(fingerprint) == 2 * DIGEST_BYTES and _LOWERCASE_HEX.issuperset(fingerprint):
+    if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 @dataclasses.dataclass
 class CollectiveHandshakeRequest:
-    """One graph's vote.
+    """One graph's vote. Raises HandshakeTypeError where the counts are not a mapping from group to count; and
+    HandshakeConfigError for an unusable fingerprint or rank, and where there is no group, or one with collectives in
+    this graph does not hold the rank."""
 
-    Attributes:
-        pg_collective_counts: where the rank stands, this graph's spans included.
-        executable_fingerprint: equal on two ranks exactly when their programs are.
-        rank: the rank that votes.
-
-    Raises:
-        HandshakeTypeError: the counts are not a mapping from group to count.
-        HandshakeConfigError: the fingerprint is empty, over-long or not a string; the rank is negative or not an
-            integer; there is no group; or a group with collectives in this graph does not hold the rank.
-    """
-
-    pg_collective_counts: RankCollectiveCounts
-    executable_fingerprint: str
-    rank: int
+    pg_collective_counts: RankCollectiveCounts  # where the rank stands, this graph's spans included
+    executable_fingerprint: str  # equal on two ranks exactly when their programs are
+    rank: int  # the one that votes
 
     def __post_init__(self) -> None:
         if not isinstance(self.pg_collective_counts, RankCollectiveCounts):
@@ -456,11 +386,9 @@ class CollectiveHandshakeRequest:
         rank = self.rank = whole_number(self.rank, "rank", least=0)
         fingerprint = self.executable_fingerprint
         if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
-            raise HandshakeConfigError(
-                f"executable_fingerprint must be a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, got "
-                f"{shorten(repr(fingerprint))}: pass executable_fingerprint(text), the digest of a longer one",
-                ranks=[rank],
-            )
+            wanted = f"a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, as executable_fingerprint(text) gives"
+            text = f"executable_fingerprint must be {wanted}, got {shorten(repr(fingerprint))}"
+            raise HandshakeConfigError(text, ranks=[rank])
         if not self.pg_collective_counts:
             raise HandshakeConfigError("a request needs at least one process group", ranks=[rank])
         for group in self.participating_groups:
@@ -489,7 +417,7 @@ class CollectiveHandshakeRequest:
             fields = json.loads(data)
             counts = RankCollectiveCounts.from_json(fields["pg_collective_counts"])
             return cls(counts, fields["executable_fingerprint"], fields["rank"])
-        except _WRONG_DATA as error:
+        except _MALFORMED_JSON_ERRORS as error:
             raise HandshakeProtocolError(f"not a handshake request: {error}") from error
 
 
