@@ -42,7 +42,7 @@ class HandshakeError(RuntimeError):
     def __init__(
         self, message: str, *, ranks: Iterable[int] = (), group: Iterable[int] | None = None,
         span: tuple[int, int] | None = None, seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(sorted(ranks))  # those that it is about (missing, lost, refused), ascending; empty if none
         self.group = None if group is None else tuple(group)  # the ranks of the process group concerned
@@ -80,20 +80,18 @@ class HandshakeStage(enum.Enum):
     @classmethod
     def from_env(cls) -> "HandshakeStage":
         """The stage by `STAGE_VARIABLES`; OFF where none is set. Raises HandshakeConfigError, also where two differ."""
-        named = {name: cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
-        if len(set(named.values())) > 1:
-            both = ", ".join(f"{name}={stage.name}" for name, stage in named.items())
-            raise HandshakeConfigError(f"two variables name different stages: {both}. Set only one, or both the same")
-        return next(iter(named.values()), cls.OFF)
+        stages = {cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
+        if len(stages) > 1:
+            raise HandshakeConfigError(f"{' and '.join(STAGE_VARIABLES)} name different stages; set only one of them")
+        return stages.pop() if stages else cls.OFF
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
         """A stage, or the one of that name in any case ("" is OFF). `source`: as in `whole_number`."""
         name = stage.name if isinstance(stage, cls) else str(stage).strip().upper() or "OFF"
-        if name not in cls.__members__:
-            choices = ", ".join(cls.__members__)
-            raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; set it to one of {choices}")
-        return cls[name]
+        if name in cls.__members__:
+            return cls[name]
+        raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; use one of {', '.join(cls.__members__)}")
 
 
 def group_naming(given: str | None = None) -> str:
@@ -108,8 +106,7 @@ def group_naming(given: str | None = None) -> str:
 
 def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
     """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text, as variables hold it. Raises HandshakeConfigError, which names `source`, the keyword or variable
-    that gave it, where it is not a whole number, or below `least`."""
+    also decimal text. Else raises HandshakeConfigError, which names `source`, the keyword or variable that gave it."""
     try:
         if not isinstance(value, bool):
             number = int(value) if text and isinstance(value, str) else operator.index(value)
@@ -157,9 +154,8 @@ class ProcessGroupId:
     ranks, and equal to any object whose `.ranks` are the same, torch_tpu's own class of this name included."""
 
     def __init__(self, ranks: Iterable[int], world_size: int | None = None) -> None:
-        """`ranks` may come in any order, as `torch.distributed.get_process_group_ranks` gives them; `world_size`, the
-        number of ranks in the job, may be unknown. Raises HandshakeTypeError where ranks are not integers, and
-        HandshakeConfigError where there is none, or one is negative, there twice, or outside the world."""
+        """`ranks` in any order; `world_size`, the number of ranks in the job, may be unknown. Raises HandshakeTypeError
+        if they are not integers, HandshakeConfigError if one is negative, repeated or outside the world, or none."""
         try:
             given = tuple(ranks)
             if isinstance(ranks, bytes | bytearray | Mapping) or bool in map(type, given):
@@ -231,8 +227,7 @@ def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[Proce
     """How many collectives a graph issues on each group, in our types. Groups of the same ranks are one line. Raises
     HandshakeTypeError for another type than a mapping from groups, HandshakeConfigError for an impossible number."""
     if not isinstance(pg_to_num_collectives, Mapping):
-        shown = shorten(repr(pg_to_num_collectives))
-        raise HandshakeTypeError(f"expected a mapping from process group to count, got {shown}")
+        raise HandshakeTypeError(f"not a mapping from process group to count: {shorten(repr(pg_to_num_collectives))}")
     collectives: dict[ProcessGroupId, int] = {}
     for key, number in pg_to_num_collectives.items():
         group = as_process_group_id(key)
@@ -282,8 +277,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     def increment_pg_collective_counts(self, pg_to_num_collectives: Mapping[Any, int]) -> None:
         """Moves on to the next graph, with so many collectives on each group: its spans start where the last ones end.
-        A known group that is not named is idle in it. Raises as `collectives_by_group`, and HandshakeConfigError where
-        a line gets too long; nothing has moved then."""
+        A known group that is not named is idle. Where this raises, as `collectives_by_group`, nothing has moved."""
         moved = dict(self._pg_to_count)
         for group, count in self.items():
             if count.num_collectives_in_graph:
@@ -372,9 +366,8 @@ def fingerprint_digest(fingerprint: str) -> bytes:
 
 @dataclasses.dataclass
 class CollectiveHandshakeRequest:
-    """One graph's vote. Raises HandshakeTypeError where the counts are not a mapping from group to count; and
-    HandshakeConfigError for an unusable fingerprint or rank, and where there is no group, or one with collectives in
-    this graph does not hold the rank."""
+    """One graph's vote. Raises HandshakeConfigError for an unusable fingerprint or rank, or where there is no group, or
+    one with collectives in this graph does not hold the rank; HandshakeTypeError for counts of another type."""
 
     pg_collective_counts: RankCollectiveCounts  # where the rank stands, this graph's spans included
     executable_fingerprint: str  # equal on two ranks exactly when their programs are
