@@ -80,10 +80,11 @@ class HandshakeStage(enum.Enum):
     @classmethod
     def from_env(cls) -> "HandshakeStage":
         """The stage by `STAGE_VARIABLES`; OFF where none is set. Raises HandshakeConfigError, also where two differ."""
-        stages = {cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
-        if len(stages) > 1:
-            raise HandshakeConfigError(f"{' and '.join(STAGE_VARIABLES)} name different stages; set only one of them")
-        return stages.pop() if stages else cls.OFF
+        named = {name: cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
+        if len(set(named.values())) > 1:
+            both = " and ".join(f"{name}={stage.name}" for name, stage in named.items())
+            raise HandshakeConfigError(f"{both} are different stages; set only one of the variables")
+        return next(iter(named.values()), cls.OFF)
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
@@ -106,7 +107,8 @@ def group_naming(given: str | None = None) -> str:
 
 def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
     """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text. Else raises HandshakeConfigError, which names `source`, the keyword or variable that gave it."""
+    also decimal text. Anything else, or less than `least`, raises HandshakeConfigError, which names `source`, the
+    keyword or variable that gave it."""
     try:
         if not isinstance(value, bool):
             number = int(value) if text and isinstance(value, str) else operator.index(value)
@@ -290,7 +292,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     def record_eager_collectives(self, pg: GroupLike, num_collectives: int) -> None:
         """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises as
         `collectives_by_group`."""
-        [(group, number)] = collectives_by_group({pg: num_collectives}).items()
+        [(group, number)] = collectives_by_group({as_process_group_id(pg): num_collectives}).items()
         end = self[group].end if group in self else 0
         self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
         self._eager = {**self._eager, group: self._eager.get(group, 0) + number}

@@ -119,8 +119,7 @@ def test_both_variables_may_be_set_only_to_the_same(variables) -> None:
     variables(other, "OFF")
     with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
         _vocabulary.HandshakeStage.from_env()
-    assert one in str(raised.value)
-    assert other in str(raised.value)
+    assert f"{one}=COMPILE_STAGE and {other}=OFF are different stages" in str(raised.value)
 
 
 @pytest.mark.parametrize("variable", _vocabulary.STAGE_VARIABLES)
@@ -203,7 +202,7 @@ def test_what_is_not_an_integer_is_refused_wherever_one_is_wanted(value) -> None
 
 def test_the_error_for_a_number_below_the_least_says_the_least() -> None:
     assert _vocabulary.whole_number(1, "world_size", least=1) == 1
-    with pytest.raises(_vocabulary.HandshakeConfigError, match="^world_size=0 is not a whole number of at least 1$"):
+    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"^world_size=0 is not a whole number of at least 1$"):
         _vocabulary.whole_number(0, "world_size", least=1)
 
 
@@ -464,7 +463,7 @@ def test_a_plain_number_is_not_a_count() -> None:
     for wants in [lambda: Counts({EVEN: 1}), lambda: Request({EVEN: 1}, "A", 0)]:
         with pytest.raises(_vocabulary.HandshakeTypeError) as raised:
             wants()
-        assert "to ProcessGroupCollectiveCount(before, in_graph), got {ProcessGroupId(ranks 0, 2): 1}" in str(raised.value)
+        assert "ProcessGroupCollectiveCount(before, in_graph), got {ProcessGroupId(ranks 0, 2): 1}" in str(raised.value)
 
 
 @pytest.mark.parametrize("thing", [[], [EVEN], "even", 3, EVEN], ids=repr)
@@ -588,7 +587,7 @@ def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
         ({WORLD: Count(0, 1)}, "", 0, "1 to 1024 characters"),
         ({WORLD: Count(0, 1)}, None, 0, "executable_fingerprint"),
         ({WORLD: Count(0, 1)}, b"A" * 10_000, 0, "executable_fingerprint"),
-        ({WORLD: Count(0, 1)}, "x" * (_vocabulary.MAX_FINGERPRINT_CHARACTERS + 1), 0, "as executable_fingerprint(text)"),
+        ({WORLD: Count(0, 1)}, "x" * (_vocabulary.MAX_FINGERPRINT_CHARACTERS + 1), 0, "executable_fingerprint(text)"),
         ({WORLD: Count(0, 1)}, "A", -1, "rank"),
         ({WORLD: Count(0, 1)}, "A", "0", "rank"),
         ({WORLD: Count(0, 1)}, "A", 4, "not in"),
