@@ -2,8 +2,8 @@
 """The words of the handshake: groups, counts, requests, stages and errors.
 
 A *collective line* is the numbered sequence of collectives issued on one process group. A graph takes, on each of its
-groups, the *span* ``[collective_count_before, collective_count_before + num_collectives_in_graph)`` of that group's
-line. `RankCollectiveCounts` is where one rank stands on all of its lines, `CollectiveHandshakeRequest` one graph's vote.
+groups, the *span* ``[collective_count_before, collective_count_before + num_collectives_in_graph)`` of that line.
+`RankCollectiveCounts` is where one rank stands on all of its lines, `CollectiveHandshakeRequest` one graph's vote.
 """
 
 import bisect
@@ -14,52 +14,40 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 # torch_tpu 0.2.0 reads the second; later versions the first.
 STAGE_VARIABLES = ("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "TORCH_TPU_SPMD_HANDSHAKE_STAGE")
 GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
-
+# How the open handshake's fingerprints name groups, where it was told; set by `handshake`.
+given_group_naming: str | None = None
 # A fingerprint is a digest in hex, or a short compound of some; more is a whole graph in the place of its fingerprint.
 MAX_FINGERPRINT_CHARACTERS = 1024
-# Positions on a line have 64 bits on the wire: 32 are used up by a server that dispatches 200 collectives a hundred
-# times a second in less than three days. The number of one graph's has 32.
+# As many as the wire has bits for. A busy server issues 2**32 collectives in less than three days, a graph never.
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 DIGEST_BYTES = 16
-# Groups of other classes that are known by sight. A job has tens; past this many, callers make new ones for each call.
+# A job has tens of groups; past this many, callers make new ones for each call.
 MAX_FOREIGN_GROUPS = 4096
-
-_LOWERCASE_HEX = frozenset("0123456789abcdef")
-# What comes of reading JSON of another form.
-_WRONG_DATA = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+# Other classes' groups as ours, by the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks
+# takes longer than a vote may.
+_foreign_groups: dict[int, tuple[tuple[int, ...], "ProcessGroupId"]] = {}
+_MALFORMED_JSON_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class HandshakeError(RuntimeError):
-    """Anything that the handshake raises. Raised as itself where no narrower class fits.
-
-    Attributes:
-        ranks: the ranks that the error is about (missing, lost, refused), ascending; empty if none.
-        group: the ranks of the process group concerned, or None.
-        span: `(start, end)` on that group's collective line, or None.
-        seconds: how long the rank waited, or None.
-    """
+    """Anything that the handshake raises. Raised as itself where no narrower class fits."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        ranks: Iterable[int] = (),
-        group: Iterable[int] | None = None,
-        span: tuple[int, int] | None = None,
-        seconds: float | None = None,
+        self, message: str, *, ranks: Iterable[int] = (), group: Iterable[int] | None = None,
+        span: tuple[int, int] | None = None, seconds: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.ranks = tuple(sorted(ranks))
-        self.group = None if group is None else tuple(group)
-        self.span = span
-        self.seconds = seconds
+        self.ranks = tuple(sorted(ranks))  # those that it is about (missing, lost, refused), ascending; empty if none
+        self.group = None if group is None else tuple(group)  # the ranks of the process group concerned
+        self.span = span  # (start, end) on that group's collective line
+        self.seconds = seconds  # how long the rank waited
 
 
 class HandshakeTimeoutError(HandshakeError, TimeoutError):
@@ -91,75 +79,57 @@ class HandshakeStage(enum.Enum):
 
     @classmethod
     def from_env(cls) -> "HandshakeStage":
-        """The stage that one of `STAGE_VARIABLES` names; OFF where none is set.
-
-        Raises:
-            HandshakeConfigError: a variable does not name a stage, or the two name different ones.
-        """
+        """The stage by `STAGE_VARIABLES`; OFF where none is set. Raises HandshakeConfigError, also where two differ."""
         named = {name: cls.parse(os.environ[name], name) for name in STAGE_VARIABLES if os.environ.get(name)}
         if len(set(named.values())) > 1:
-            both = ", ".join(f"{name}={stage.name}" for name, stage in named.items())
-            raise HandshakeConfigError(f"two variables name different stages: {both}. Set both to the same, or only one")
+            both = " and ".join(f"{name}={stage.name}" for name, stage in named.items())
+            raise HandshakeConfigError(f"{both} are different stages; set only one of the variables")
         return next(iter(named.values()), cls.OFF)
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
-        """A stage, or the one of that name in any case ("" is OFF); `source` is what an error says to correct."""
-        if isinstance(stage, cls):
-            return stage
-        name = str(stage).strip().upper() or "OFF"
-        if name not in cls.__members__:
-            choices = ", ".join(cls.__members__)
-            raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; set it to one of {choices}")
-        return cls[name]
-
-
-# How the open handshake's fingerprints name groups, where it was told; set by `handshake`.
-given_group_naming: str | None = None
+        """A stage, or the one of that name in any case ("" is OFF). `source`: as in `whole_number`."""
+        name = stage.name if isinstance(stage, cls) else str(stage).strip().upper() or "OFF"
+        if name in cls.__members__:
+            return cls[name]
+        raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; use one of {', '.join(cls.__members__)}")
 
 
 def group_naming(given: str | None = None) -> str:
     """How fingerprints name process groups: "role" (by what a group is to its members) or "exact" (by its ranks). As
-    given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role".
-
-    Raises:
-        HandshakeConfigError: it is neither.
-    """
+    given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role". Raises HandshakeConfigError."""
     naming = given or given_group_naming or os.environ.get(GROUPS_VARIABLE) or "role"
     if naming not in ("role", "exact"):
-        source = "groups" if given else GROUPS_VARIABLE
-        raise HandshakeConfigError(f'{source}={naming!r} is not a way to name groups; use "role" or "exact"')
+        text = f'{naming!r} is not a way to name groups; use "role" or "exact" for groups=, or in {GROUPS_VARIABLE}'
+        raise HandshakeConfigError(text)
     return naming
 
 
-def whole_number(value: Any, source: str, *, text: bool = False) -> int:
+def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
     """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text, as variables hold it. `source` is the keyword or variable that gave it, for the error.
-
-    Raises:
-        HandshakeConfigError: it is not a whole number.
-    """
+    also decimal text. Anything else, or less than `least`, raises HandshakeConfigError, which names `source`, the
+    keyword or variable that gave it."""
     try:
         if not isinstance(value, bool):
-            return int(value) if text and isinstance(value, str) else operator.index(value)
+            number = int(value) if text and isinstance(value, str) else operator.index(value)
+            if least is None or number >= least:
+                return number
     except (TypeError, ValueError):
         pass
-    raise HandshakeConfigError(f"{source}={shorten(repr(value))} is not a whole number")
+    bound = "" if least is None else f" of at least {least}"
+    raise HandshakeConfigError(f"{source}={shorten(repr(value))} is not a whole number{bound}")
 
 
 def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
     """Ranks in any order as people read them: ``rank 3``, ``ranks 0-3, 8``; past `most_ranges` they are counted."""
-    ranges: list[list[int]] = []
-    ordered = sorted(set(ranks))
-    for rank in ordered:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most_ranges]]
+    members = set(ranks)
+    firsts = sorted(rank for rank in members if rank - 1 not in members)
+    lasts = sorted(rank for rank in members if rank + 1 not in members)
+    ranges = list(zip(firsts, lasts, strict=True))
+    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most_ranges])
     left = sum(high - low + 1 for low, high in ranges[most_ranges:])
-    text = ", ".join(shown) + (f" and {left} more" if left else "")
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}" if ordered else "no rank"
+    text = f"{shown} and {left} more" if left else shown
+    return f"{'rank' if len(members) == 1 else 'ranks'} {text}" if members else "no rank"
 
 
 def shorten(text: str, most_characters: int = 120) -> str:
@@ -171,7 +141,7 @@ def must_be_in_world(ranks: Sequence[int], world_size: int) -> None:
     """Raises HandshakeConfigError where the ascending ranks of a group reach outside a world."""
     if ranks[-1] >= world_size:
         text = f"rank {ranks[-1]} of a process group is outside a world of {world_size} ranks"
-        raise HandshakeConfigError(text, ranks=[ranks[-1]], group=ranks)
+        raise HandshakeConfigError(text, ranks=ranks[-1:], group=ranks)
 
 
 class GroupLike(Protocol):
@@ -185,43 +155,33 @@ class ProcessGroupId:
     """A process group, named by its members: `ranks`, a tuple, strictly ascending. Immutable, hashable, a sequence of
     ranks, and equal to any object whose `.ranks` are the same, torch_tpu's own class of this name included."""
 
-    __slots__ = ("_hash", "ranks", "world_size")
-
     def __init__(self, ranks: Iterable[int], world_size: int | None = None) -> None:
-        """`ranks` may come in any order, as `torch.distributed.get_process_group_ranks` gives them; `world_size`, the
-        number of ranks in the job, may be unknown.
-
-        Raises:
-            HandshakeTypeError: they are not integers.
-            HandshakeConfigError: there is none, or one is negative, there twice, or outside the world.
-        """
+        """`ranks` in any order; `world_size`, the number of ranks in the job, may be unknown. Raises HandshakeTypeError
+        if they are not integers, HandshakeConfigError if one is negative, repeated or outside the world, or none."""
         try:
             given = tuple(ranks)
             if isinstance(ranks, bytes | bytearray | Mapping) or bool in map(type, given):
                 raise TypeError
-            members = tuple(sorted(map(operator.index, given)))
+            self.ranks: tuple[int, ...] = tuple(sorted(map(operator.index, given)))
         except TypeError:
             shown = shorten(repr(ranks))
             raise HandshakeTypeError(f"ranks of a process group must be integers, as in [0, 1], got {shown}") from None
-        if not members or members[0] < 0 or not all(map(operator.lt, members, members[1:])):
+        if not self.ranks or self.ranks[0] < 0 or not all(map(operator.lt, self.ranks, self.ranks[1:])):
             shown = shorten(repr(list(given)))
             raise HandshakeConfigError(f"a process group needs ranks from 0 on, each once, got {shown}")
-        if world_size is not None:
-            must_be_in_world(members, whole_number(world_size, "world_size"))
-        self.ranks: tuple[int, ...] = members
-        self.world_size = world_size
-        self._hash = hash(members)
+        self.world_size = None if world_size is None else whole_number(world_size, "world_size")
+        if self.world_size is not None:
+            must_be_in_world(self.ranks, self.world_size)
+        self._hash = hash(self.ranks)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        ranks = getattr(other, "ranks", None)
-        if ranks is self.ranks:
-            return True
+        ranks: Any = getattr(other, "ranks", None)
         try:
-            return NotImplemented if ranks is None else bool(self.ranks == tuple(ranks))
-        except TypeError:  # what it calls its ranks are not a group's
+            return ranks is self.ranks or self.ranks == tuple(ranks)
+        except TypeError:  # it has no ranks, or what it calls so are not a group's
             return NotImplemented
 
     def __iter__(self) -> Iterator[int]:
@@ -244,30 +204,21 @@ class ProcessGroupId:
         return (ProcessGroupId, (self.ranks, self.world_size))
 
 
-# By the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks takes longer than a vote may.
-_foreign_groups: dict[int, tuple[tuple[int, ...], ProcessGroupId]] = {}
-
-
 def as_process_group_id(group: GroupLike) -> ProcessGroupId:
-    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`.
-
-    Raises:
-        HandshakeTypeError: it has no `.ranks`, or they are not integers.
-        HandshakeConfigError: its `.ranks` do not make a group.
-    """
+    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`. Raises as that, and HandshakeTypeError where
+    there are no `.ranks`."""
     if type(group) is ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
     if ranks is None:
-        raise HandshakeTypeError(
-            f"expected a process group by its ranks (an object with .ranks), got {shorten(repr(group))}: pass "
-            f"ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
-        )
+        wanted = "ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
+        shown = shorten(repr(group))
+        raise HandshakeTypeError(f"expected a process group (an object with .ranks), got {shown}: pass {wanted}")
     known = _foreign_groups.get(id(ranks))
     if known is not None:
         return known[1]
     made = ProcessGroupId(ranks)
-    if isinstance(ranks, tuple):
+    if isinstance(ranks, tuple):  # a list may change
         if len(_foreign_groups) >= MAX_FOREIGN_GROUPS:
             _foreign_groups.clear()
         _foreign_groups[id(ranks)] = (ranks, made)
@@ -275,50 +226,32 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
 
 
 def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[ProcessGroupId, int]:
-    """How many collectives a graph issues on each group, in our types. Groups of the same ranks are one line.
-
-    Raises:
-        HandshakeTypeError: that is not a mapping, or a key is not a group.
-        HandshakeConfigError: a count is not a non-negative integer.
-    """
+    """How many collectives a graph issues on each group, in our types. Groups of the same ranks are one line. Raises
+    HandshakeTypeError for another type than a mapping from groups, HandshakeConfigError for an impossible number."""
     if not isinstance(pg_to_num_collectives, Mapping):
-        shown = shorten(repr(pg_to_num_collectives))
-        raise HandshakeTypeError(f"expected a mapping from process group to count, got {shown}")
+        raise HandshakeTypeError(f"not a mapping from process group to count: {shorten(repr(pg_to_num_collectives))}")
     collectives: dict[ProcessGroupId, int] = {}
-    for key, value in pg_to_num_collectives.items():
+    for key, number in pg_to_num_collectives.items():
         group = as_process_group_id(key)
-        number = whole_number(value, f"num_collectives on {format_ranks(group)}")
-        if number < 0:
-            raise HandshakeConfigError(f"num_collectives={number} on {format_ranks(group)} is negative")
+        if type(number) is not int or number < 0:  # asked here, because to write 4,096 ranks takes long
+            number = whole_number(number, f"num_collectives on {format_ranks(group)}", least=0)
         collectives[group] = collectives.get(group, 0) + number
     return collectives
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessGroupCollectiveCount:
-    """Where a rank stands on one group's collective line.
+    """Where a rank stands on one group's collective line. Raises HandshakeConfigError for an impossible number."""
 
-    Attributes:
-        collective_count_before: collectives issued on the group before this graph.
-        num_collectives_in_graph: collectives that this graph issues on the group; 0 where the group is idle in it.
-
-    Raises:
-        HandshakeConfigError: one is not a whole number from 0 on, or past its bound.
-    """
-
-    collective_count_before: int
-    num_collectives_in_graph: int
+    collective_count_before: int  # collectives issued on the group before this graph
+    num_collectives_in_graph: int  # those that this graph issues; 0 where the group is idle in it
 
     def __post_init__(self) -> None:
-        before = whole_number(self.collective_count_before, "collective_count_before")
-        number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph")
-        if before < 0 or number < 0:
-            raise HandshakeConfigError(f"counts must not be negative, got {before} and {number}")
+        before = whole_number(self.collective_count_before, "collective_count_before", least=0)
+        number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph", least=0)
         if before + number > MAX_LINE_POSITION or number > MAX_COLLECTIVES_IN_GRAPH:
-            raise HandshakeConfigError(
-                f"a collective line ends at {MAX_LINE_POSITION}, and a graph has at most {MAX_COLLECTIVES_IN_GRAPH} "
-                f"collectives on a group; got {before} + {number}"
-            )
+            bounds = f"at most {MAX_COLLECTIVES_IN_GRAPH} collectives, and its line ends at {MAX_LINE_POSITION}"
+            raise HandshakeConfigError(f"on a group a graph has {bounds}; got {before} + {number}")
         object.__setattr__(self, "collective_count_before", before)
         object.__setattr__(self, "num_collectives_in_graph", number)
 
@@ -330,95 +263,72 @@ class ProcessGroupCollectiveCount:
 
 class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount]):
     """Where one rank stands on the collective lines of all the groups that it has used so far: a mapping from group to
-    count. Not safe for use from several threads at once. Copies are cheap: groups and counts are immutable."""
-
-    __slots__ = ("_eager", "_pg_to_count")
+    count, in which groups of any class can be looked up. Not safe for use from several threads at once."""
 
     def __init__(self, pg_to_count: Mapping[Any, ProcessGroupCollectiveCount] | None = None) -> None:
-        """
-        Raises:
-            HandshakeTypeError: that is not a mapping from group to ProcessGroupCollectiveCount.
-            HandshakeConfigError: two keys are groups of the same ranks.
-        """
-        pg_to_count = {} if pg_to_count is None else pg_to_count
-        if not isinstance(pg_to_count, Mapping) or not all(
-            isinstance(count, ProcessGroupCollectiveCount) for count in pg_to_count.values()
-        ):
-            raise HandshakeTypeError(
-                f"expected a mapping from process group to ProcessGroupCollectiveCount(before, in_graph), got "
-                f"{shorten(repr(pg_to_count))}"
-            )
-        self._pg_to_count = {as_process_group_id(group): count for group, count in pg_to_count.items()}
-        if len(self._pg_to_count) < len(pg_to_count):
-            raise HandshakeConfigError(f"a group is counted twice in {shorten(repr(pg_to_count))}")
+        """Raises HandshakeTypeError for another type, HandshakeConfigError where keys are groups of the same ranks."""
+        given = {} if pg_to_count is None else pg_to_count
+        if not isinstance(given, Mapping) or any(type(c) is not ProcessGroupCollectiveCount for c in given.values()):
+            wanted = "a mapping from process group to ProcessGroupCollectiveCount(before, in_graph)"
+            raise HandshakeTypeError(f"expected {wanted}, got {shorten(repr(given))}")
+        # Copies share these two dictionaries: they are replaced, never changed.
+        self._pg_to_count = {as_process_group_id(group): count for group, count in given.items()}
         self._eager: dict[ProcessGroupId, int] = {}  # of each line, how many were recorded as eager
+        if len(self._pg_to_count) < len(given):
+            raise HandshakeConfigError(f"a group is counted twice in {shorten(repr(given))}")
 
     def increment_pg_collective_counts(self, pg_to_num_collectives: Mapping[Any, int]) -> None:
         """Moves on to the next graph, with so many collectives on each group: its spans start where the last ones end.
-        A known group that is not named is idle in it.
-
-        Raises:
-            HandshakeConfigError: as `collectives_by_group`, or a line is too long. Nothing has moved then.
-        """
-        moved = {
-            group: ProcessGroupCollectiveCount(count.end, 0) if count.num_collectives_in_graph else count
-            for group, count in self._pg_to_count.items()
-        }
+        A known group that is not named is idle. Where this raises, as `collectives_by_group`, nothing has moved."""
+        moved = dict(self._pg_to_count)
+        for group, count in self.items():
+            if count.num_collectives_in_graph:
+                moved[group] = ProcessGroupCollectiveCount(count.end, 0)
         for group, number in collectives_by_group(pg_to_num_collectives).items():
             before = moved[group].collective_count_before if group in moved else 0
             moved[group] = ProcessGroupCollectiveCount(before, number)
         self._pg_to_count = moved
 
     def record_eager_collectives(self, pg: GroupLike, num_collectives: int) -> None:
-        """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises
-        HandshakeConfigError as `collectives_by_group`."""
-        [(group, number)] = collectives_by_group({pg: num_collectives}).items()
-        end = self._pg_to_count[group].end if group in self._pg_to_count else 0
-        self._pg_to_count[group] = ProcessGroupCollectiveCount(end + number, 0)
-        self._eager[group] = self._eager.get(group, 0) + number
+        """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises as
+        `collectives_by_group`."""
+        [(group, number)] = collectives_by_group({as_process_group_id(pg): num_collectives}).items()
+        end = self[group].end if group in self else 0
+        self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
+        self._eager = {**self._eager, group: self._eager.get(group, 0) + number}
 
     def collective_count(self, pg: GroupLike) -> int:
         """How many collectives `pg` has seen once this graph has run: before + in graph. Raises KeyError."""
         return self[pg].end
 
     def matches(self, other: "RankCollectiveCounts") -> bool:
-        """Whether two ranks' counts agree: on every group that both belong to, the same span, or none on both.
+        """Whether two ranks' counts agree: on every group that surely holds both, the same span, or none on both."""
+        mine = {group: count for group, count in self.items() if count.num_collectives_in_graph}
+        theirs = {group: count for group, count in other.items() if count.num_collectives_in_graph}
+        differing = {group for group, _ in mine.items() ^ theirs.items()}
+        return not any(self._is_surely_in(group) and other._is_surely_in(group) for group in differing)
 
-        A group that only one side names counts against the match if it has a span there and the other side's rank
-        surely belongs to it (as a rank of {0, 1} surely belongs to {0, 1, 2}).
-        """
-        for group, count in self.items():
-            theirs = other[group] if group in other else count
-            if count != theirs and (count.num_collectives_in_graph or theirs.num_collectives_in_graph):
-                return False
-        return not (self._lacks_a_group_of(other) or other._lacks_a_group_of(self))
-
-    def _lacks_a_group_of(self, other: "RankCollectiveCounts") -> bool:
-        could_be_self = set[int].intersection(*(set(group) for group in self)) if self else set[int]()
-        missing = [group for group, count in other.items() if count.num_collectives_in_graph and group not in self]
-        return bool(could_be_self) and any(could_be_self.issubset(group) for group in missing)
+    def _is_surely_in(self, group: ProcessGroupId) -> bool:
+        """Whether these counts name `group`, or their rank must be in it, as one of {0, 1} is in {0, 1, 2}."""
+        possible_ranks = set[int].intersection(*map(set, self)) if self else set[int]()
+        return group in self or (bool(possible_ranks) and possible_ranks.issubset(group))
 
     def to_json(self) -> list[dict[str, Any]]:
         """The counts as a list that `json.dumps` takes, one object a group."""
-        return [
-            {"process_group": list(group.ranks), **dataclasses.asdict(count)} for group, count in self.items()
-        ]
+        return [{"process_group": list(group), **dataclasses.asdict(count)} for group, count in self.items()]
 
     @classmethod
     def from_json(cls, data: str | list[dict[str, Any]]) -> "RankCollectiveCounts":
-        """The counts that `to_json` gave, as that list or as its JSON text. Raises HandshakeProtocolError for anything
-        else."""
+        """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError."""
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            names = ("collective_count_before", "num_collectives_in_graph")
-            counts = {
-                ProcessGroupId(item["process_group"]): ProcessGroupCollectiveCount(*(item[name] for name in names))
-                for item in items
-            }
-            if len(counts) < len(items):
+            names = ("process_group", "collective_count_before", "num_collectives_in_graph")
+            rows = [[item[name] for name in names] for item in items]
+            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*numbers) for ranks, *numbers in rows}
+            if len(counts) < len(rows):
                 raise ValueError("a group is counted twice")
             return cls(counts)
-        except _WRONG_DATA as error:
+        except _MALFORMED_JSON_ERRORS as error:
             raise HandshakeProtocolError(f"not the JSON of collective counts: {error}") from error
 
     def __getitem__(self, pg: GroupLike) -> ProcessGroupCollectiveCount:
@@ -433,19 +343,15 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
     def __iter__(self) -> Iterator[ProcessGroupId]:
         return iter(self._pg_to_count)
 
-    def __eq__(self, other: object) -> bool:
-        return self._pg_to_count == other._pg_to_count if isinstance(other, RankCollectiveCounts) else NotImplemented
+    def items(self) -> ItemsView[ProcessGroupId, ProcessGroupCollectiveCount]:
+        return self._pg_to_count.items()  # Mapping's own looks each key up again
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __copy__(self) -> "RankCollectiveCounts":
+    def __copy__(self, memo: object = None) -> "RankCollectiveCounts":
         copied = RankCollectiveCounts()
-        copied._pg_to_count = dict(self._pg_to_count)
-        copied._eager = dict(self._eager)
+        copied._pg_to_count, copied._eager = self._pg_to_count, self._eager
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RankCollectiveCounts":
-        return self.__copy__()
+    __deepcopy__ = __copy__
 
     def __repr__(self) -> str:
         return f"RankCollectiveCounts({self._pg_to_count!r})"
@@ -455,51 +361,35 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 def fingerprint_digest(fingerprint: str) -> bytes:
     """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire: of one that is 32 lowercase hex digits, as
     `graph_fingerprint` gives, these; so logs on both sides show the same text."""
-    if len(fingerprint) == 2 * DIGEST_BYTES and _LOWERCASE_HEX.issuperset(fingerprint):
+    if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
-@dataclasses.dataclass(eq=True)
+@dataclasses.dataclass
 class CollectiveHandshakeRequest:
-    """One graph's vote.
+    """One graph's vote. Raises HandshakeConfigError for an unusable fingerprint or rank, or where there is no group, or
+    one with collectives in this graph does not hold the rank; HandshakeTypeError for counts of another type."""
 
-    Attributes:
-        pg_collective_counts: where the rank stands, this graph's spans included.
-        executable_fingerprint: equal on two ranks exactly when their programs are.
-        rank: the rank that votes.
-
-    Raises:
-        HandshakeTypeError: the counts are not a mapping from group to count.
-        HandshakeConfigError: the fingerprint is empty, over-long or not a string; the rank is negative or not an
-            integer; there is no group; or a group with collectives in this graph does not hold the rank.
-    """
-
-    pg_collective_counts: RankCollectiveCounts
-    executable_fingerprint: str
-    rank: int
+    pg_collective_counts: RankCollectiveCounts  # where the rank stands, this graph's spans included
+    executable_fingerprint: str  # equal on two ranks exactly when their programs are
+    rank: int  # the one that votes
 
     def __post_init__(self) -> None:
         if not isinstance(self.pg_collective_counts, RankCollectiveCounts):
             self.pg_collective_counts = RankCollectiveCounts(self.pg_collective_counts)
-        rank = self.rank = whole_number(self.rank, "rank")
+        rank = self.rank = whole_number(self.rank, "rank", least=0)
         fingerprint = self.executable_fingerprint
-        wrong, group = "", None
-        if rank < 0:
-            wrong = f"rank={rank} is negative"
-        elif not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
-            wrong = (
-                f"executable_fingerprint must be a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, got "
-                f"{shorten(repr(fingerprint))}: pass executable_fingerprint(text), the digest of a longer one"
-            )
-        elif not self.pg_collective_counts:
-            wrong = "a request needs at least one process group"
-        for group in self.participating_groups if not wrong else ():
+        if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
+            wanted = f"a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, as executable_fingerprint(text) gives"
+            text = f"executable_fingerprint must be {wanted}, got {shorten(repr(fingerprint))}"
+            raise HandshakeConfigError(text, ranks=[rank])
+        if not self.pg_collective_counts:
+            raise HandshakeConfigError("a request needs at least one process group", ranks=[rank])
+        for group in self.participating_groups:
             if rank not in group:
-                wrong = f"rank {rank} votes on a group that it is not in ({format_ranks(group)})"
-                break
-        if wrong:
-            raise HandshakeConfigError(wrong, ranks=[rank], group=group)
+                text = f"rank {rank} votes on a group that it is not in ({format_ranks(group)})"
+                raise HandshakeConfigError(text, ranks=[rank], group=group)
 
     @property
     def participating_groups(self) -> list[ProcessGroupId]:
@@ -522,7 +412,7 @@ class CollectiveHandshakeRequest:
             fields = json.loads(data)
             counts = RankCollectiveCounts.from_json(fields["pg_collective_counts"])
             return cls(counts, fields["executable_fingerprint"], fields["rank"])
-        except _WRONG_DATA as error:
+        except _MALFORMED_JSON_ERRORS as error:
             raise HandshakeProtocolError(f"not a handshake request: {error}") from error
 
 
