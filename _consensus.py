@@ -40,8 +40,6 @@ NOTICE_INTERVAL_S = 60.0
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
 # smallest timeout in the cycle, if that is less: its ranks get SPLIT, and not TIMEOUT.
 CYCLE_GRACE_S = 5.0
-# Cycles that stood for their grace, by their groups: a job that runs into one at every step waits for it once.
-MAX_CYCLES_REMEMBERED = 1024
 # Spans of one line that were not fat, kept for latecomers: about as many as ranks are apart.
 MAX_FINDINGS_A_LINE = 64
 # Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a runaway loop.
@@ -87,16 +85,13 @@ class Line:
     highest: int = 0
     lost: dict[int, str] = field(default_factory=dict)  # members that are gone, and what became of each
     findings: dict[Span, Finding] = field(default_factory=dict)  # on the last spans that were not fat, oldest first
-    forgotten_to: int = 0  # the highest end of a span whose finding is not kept any more
     stood: bool = False  # whether it was part of a wait cycle that stood for its grace
 
     def note(self, span: Span, finding: Finding) -> None:
         """Keeps why a span was not fat; what was found first stays."""
         self.findings.setdefault(span, finding)
         if len(self.findings) > MAX_FINDINGS_A_LINE:
-            oldest = next(iter(self.findings))
-            del self.findings[oldest]
-            self.forgotten_to = max(self.forgotten_to, oldest[1])
+            del self.findings[next(iter(self.findings))]
 
 
 @dataclass(slots=True, eq=False)
@@ -115,35 +110,30 @@ class Voter:
         return format_ranks(self.ranks) + (f" ({self.label})" if self.label else "")
 
 
+Places = Sequence[tuple[Line, Span]]  # what a vote takes
+
+
 class Decision:
     """A vote, and once it is settled its answer: `rank`, `outcome` and `reason`; `request`, what was given with the
-    vote; the whole `finding`; after how many `seconds`; and whether its component is to look for a `plan`."""
+    vote; the whole `finding`; and whether its component is to look for a `plan`."""
 
-    __slots__ = ("arrived", "finding", "fingerprint", "notices", "places", "plan", "request", "seconds", "voter")
+    __slots__ = ("arrived", "finding", "fingerprint", "places", "plan", "request", "voter")
 
-    def __init__(
-        self, voter: Voter, places: Sequence[tuple[Line, Span]], fingerprint: str | bytes, request: Any, now: float
-    ) -> None:
+    def __init__(self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float) -> None:
         self.voter = voter
         self.places = places
         self.fingerprint = fingerprint
         self.request = request
         self.arrived = now
-        self.notices = 0  # how often its rank was told that it still waits
 
-    def settle(self, finding: Finding, now: float, plan: bool = False) -> "Decision":
+    def settle(self, finding: Finding, plan: bool = False) -> "Decision":
         """The vote has its answer."""
-        self.finding, self.seconds, self.plan = finding, now - self.arrived, plan
+        self.finding, self.plan = finding, plan
         return self
 
     rank = property(lambda self: self.voter.ranks[0])
     outcome = property(lambda self: self.finding.outcome)
     reason = property(lambda self: self.finding.reason)
-
-    def next_notice(self) -> float:
-        """When its rank should next be told that it still waits."""
-        beyond = max(0, self.notices - len(NOTICE_AT_S) + 1)
-        return self.arrived + NOTICE_AT_S[self.notices - beyond] + beyond * NOTICE_INTERVAL_S
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +141,8 @@ class Component:
     """Linked votes that agree so far; or, where all are partial, that are held back until all have voted."""
 
     fingerprint: str | bytes
+    opened: float  # when the first of its votes came
+    notices: int = 0  # how often its ranks were told since then that they still wait
     votes: dict[Voter, Decision] = field(default_factory=dict)
     spans: dict[Line, Span] = field(default_factory=dict)  # its cells
     belongs: set[Line] = field(default_factory=set)  # the lines of its voters, but for those who vote on all of theirs
@@ -184,6 +176,12 @@ class Component:
         self.belongs |= other.belongs
         self.missing += other.missing
         self.due = min(self.due, other.due)
+        self.opened = min(self.opened, other.opened)
+
+    def next_notice(self) -> float:
+        """When its ranks should next be told that they still wait."""
+        beyond = max(0, self.notices - len(NOTICE_AT_S) + 1)
+        return self.opened + NOTICE_AT_S[self.notices - beyond] + beyond * NOTICE_INTERVAL_S
 
     def lacks(self) -> dict[int, Line]:
         """The ranks that it waits for, ascending, and a line on which each is missing."""
@@ -207,7 +205,6 @@ class _CollectiveHandshakeConsensus:
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._voters: dict[int, Voter] = {}
         self._open: dict[Component, None] = {}  # in the order in which they were opened
-        self._stood: dict[frozenset[Line], None] = {}  # the lines of cycles that stood for their grace, oldest first
         self._next = math.inf  # when to look at the clock; it may be too early
 
     def voter(self, rank: int) -> Voter:
@@ -246,17 +243,11 @@ class _CollectiveHandshakeConsensus:
         voter = self.voter(request.rank)
         counts = [(pg, count) for pg, count in request.pg_collective_counts.items() if count.num_collectives_in_graph]
         places = [(self.line(pg), (count.collective_count_before, count.end)) for pg, count in counts]
-        return list(self.cast(voter, places, request.executable_fingerprint, request, now))
+        return self.cast(voter, places, request.executable_fingerprint, request, now)
 
     def cast(
-        self,
-        voter: Voter,
-        places: Sequence[tuple[Line, Span]],
-        fingerprint: str | bytes,
-        request: Any,
-        now: float,
-        partial: bool = False,
-    ) -> Collection[Decision]:
+        self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float, partial: bool = False
+    ) -> list[Decision]:
         """`put_request` for spans that are unpacked already, one a line and none empty. `partial` says that this voter
         looks for a plan if all others of its component do too."""
         met: list[Component] = []
@@ -277,10 +268,10 @@ class _CollectiveHandshakeConsensus:
             raise self._refused(voter)
         vote = Decision(voter, places, fingerprint, request, now)
         if not places:
-            return [vote.settle(_FAT, now)]
+            return [vote.settle(_FAT)]
 
         voter.last = vote
-        passed = self._settle_cells_passed(vote, now) if has_neighbours else []
+        passed = self._settle_cells_passed(vote) if has_neighbours else []
         finding = None
         if is_late or passed:
             met = [component for component in met if component in self._open]
@@ -296,9 +287,10 @@ class _CollectiveHandshakeConsensus:
         if finding is None and differs and not partial:
             finding = _fingerprints_differ([*_votes_of(met), vote])
         if finding is not None:
-            return passed + self._settle_all_linked(vote, met, finding, now)
+            return passed + self._settle_all_linked(vote, met, finding)
 
-        component = self._joined(met, fingerprint)
+        component = self._joined(met) if met else Component(fingerprint, now)
+        self._open[component] = None
         for line, span in places:
             line.frontier[voter] = span[1]
             if opens and span not in line.cells:
@@ -316,7 +308,7 @@ class _CollectiveHandshakeConsensus:
         voter.under_way += 1
         if not component.missing:
             finding = _fingerprints_differ(component.votes.values()) if differs else _FAT
-            settled = self._settle(component, finding, now, plan=differs)
+            settled = self._settle(component, finding, plan=differs)
             return passed + settled if passed else settled
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
@@ -329,10 +321,11 @@ class _CollectiveHandshakeConsensus:
         settled: list[Decision] = []
         for cycle, due in self._wait_cycles():
             if due <= now:
-                self._remember(cycle)
                 finding = _waits_in_cycle(cycle)
                 for component in cycle:
-                    settled += self._settle(component, finding, now)
+                    for line in component.spans:
+                        line.stood = True  # a job that runs into it at every step waits for it once
+                    settled += self._settle(component, finding)
         for component in [component for component in self._open if component.due <= now]:
             if component.differs:  # it was only held back for a plan
                 finding = _fingerprints_differ(component.votes.values())
@@ -340,7 +333,7 @@ class _CollectiveHandshakeConsensus:
                 text, missing, line = self._describe_missing(component, now)
                 where = line.ranks, component.spans[line]
                 finding = Finding(Outcome.TIMEOUT, f"gave up waiting for {text}", tuple(missing), *where)
-            settled += self._settle(component, finding, now)
+            settled += self._settle(component, finding)
         self._schedule()
         return settled
 
@@ -357,7 +350,7 @@ class _CollectiveHandshakeConsensus:
         for line in lines:
             while line.cells:
                 span, component = next(iter(line.cells.items()))
-                settled += self._settle(component, self._lost_finding(line, span), now)
+                settled += self._settle(component, self._lost_finding(line, span))
         return [decision for decision in settled if decision.voter is not voter]
 
     def rejoin_rank(self, rank: int) -> None:
@@ -375,25 +368,19 @@ class _CollectiveHandshakeConsensus:
         """The votes whose ranks should now log that they wait, at `NOTICE_AT_S` and then every minute; and what to log.
         Call it after `expire`."""
         due = []
-        for component in self._open:
-            votes = [vote for vote in component.votes.values() if vote.next_notice() <= now]
-            text = f"waiting for {self._describe_missing(component, now)[0]}" if votes else ""
-            for vote in votes:
-                while vote.next_notice() <= now:
-                    vote.notices += 1
-                due.append((vote, text))
+        for component in [component for component in self._open if component.next_notice() <= now]:
+            while component.next_notice() <= now:
+                component.notices += 1
+            text = f"waiting for {self._describe_missing(component, now)[0]}"
+            due += [(vote, text) for vote in component.votes.values()]
         self._schedule()
         return due
 
     def _schedule(self) -> None:
-        times = [vote.next_notice() for vote in _votes_of(self._open)] + [component.due for component in self._open]
+        times = [min(component.due, component.next_notice()) for component in self._open]
         self._next = min(times + [due for _, due in self._wait_cycles()], default=math.inf)
 
-    def _joined(self, met: list[Component], fingerprint: str | bytes) -> Component:
-        if not met:
-            component = Component(fingerprint)
-            self._open[component] = None
-            return component
+    def _joined(self, met: list[Component]) -> Component:
         largest = met[0] if len(met) == 1 else max(met, key=lambda component: len(component.votes))
         for component in met:
             if component is not largest:
@@ -401,7 +388,7 @@ class _CollectiveHandshakeConsensus:
                 largest.absorb(component)
         return largest
 
-    def _settle(self, component: Component, finding: Finding, now: float, plan: bool = False) -> list[Decision]:
+    def _settle(self, component: Component, finding: Finding, plan: bool = False) -> list[Decision]:
         """Answers all votes of a component, and forgets it."""
         del self._open[component]
         for line, span in component.spans.items():
@@ -415,12 +402,10 @@ class _CollectiveHandshakeConsensus:
         votes = list(component.votes.values())
         for vote in votes:
             vote.voter.under_way -= 1
-            vote.finding, vote.seconds, vote.plan = finding, now - vote.arrived, plan
+            vote.finding, vote.plan = finding, plan
         return votes
 
-    def _settle_all_linked(
-        self, vote: Decision, met: list[Component], finding: Finding, now: float
-    ) -> list[Decision]:
+    def _settle_all_linked(self, vote: Decision, met: list[Component], finding: Finding) -> list[Decision]:
         """Answers a vote that is in no component, the components that it meets, and those that its spans overlap."""
         linked = dict.fromkeys(met)
         for line, span in vote.places:
@@ -428,12 +413,12 @@ class _CollectiveHandshakeConsensus:
             line.highest = max(line.highest, span[1])
             line.note(span, finding)
             linked.update((component, None) for other, component in line.cells.items() if _overlap(other, span))
-        settled = [vote.settle(finding, now)]
+        settled = [vote.settle(finding)]
         for component in linked:
-            settled += self._settle(component, finding, now)
+            settled += self._settle(component, finding)
         return settled
 
-    def _settle_cells_passed(self, vote: Decision, now: float) -> list[Decision]:
+    def _settle_cells_passed(self, vote: Decision) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
         settled: list[Decision] = []
         for line, (start, _) in vote.places:
@@ -445,7 +430,7 @@ class _CollectiveHandshakeConsensus:
                         f"that the others lack"
                     )
                     finding = Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
-                    settled += self._settle(component, finding, now)
+                    settled += self._settle(component, finding)
         return settled
 
     def _wait_cycles(self) -> list[tuple[list[Component], float]]:
@@ -476,18 +461,11 @@ class _CollectiveHandshakeConsensus:
                 cycle = cycle | more
             votes = _votes_of(cycle)
             due = added = max(vote.arrived for vote in votes)
-            if _lines_of(cycle) not in self._stood:
+            if not all(line.stood for component in cycle for line in component.spans):
                 grace_s = min(CYCLE_GRACE_S, *(vote.voter.timeout_s / 2 for vote in votes))
                 due = min(added + grace_s, *(component.due for component in cycle))
             cycles.append(([component for component in self._open if component in cycle], due))
         return cycles
-
-    def _remember(self, cycle: Iterable[Component]) -> None:
-        self._stood[_lines_of(cycle)] = None
-        for line in _lines_of(cycle):
-            line.stood = True
-        if len(self._stood) > MAX_CYCLES_REMEMBERED:
-            del self._stood[next(iter(self._stood))]
 
     def _refused(self, voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
         group = None if line is None else line.ranks
@@ -510,7 +488,7 @@ class _CollectiveHandshakeConsensus:
             if span not in line.cells:
                 near = [finding for other, finding in line.findings.items() if _overlap(other, span)]
                 found = [line.findings[span]] if span in line.findings else near
-                if line.lost and not found and span[0] >= line.forgotten_to:
+                if line.lost and not found:
                     found = [self._lost_finding(line, span)]
                 if not found and span[0] < line.highest:
                     found = [_meets_other_span(vote, line, span)]
@@ -574,11 +552,10 @@ def _meets_other_span(vote: Decision, line: Line, span: Span) -> Finding:
     for other, component in line.cells.items():
         if _overlap(span, other):
             return _spans_differ([*(its for its in component.votes.values() if line in its.voter.lines), vote])
-    if span[0] < line.forgotten_to:
-        others = f"the others have gone on to {line.highest}; what they had there is not kept any more"
-    else:
-        others = f"another rank is at {line.highest} already, and went past without a vote there"
-    reason = f"{vote.voter} is late at {_show(span)} on {line.name}: {others}"
+    reason = (
+        f"{vote.voter} is late at {_show(span)} on {line.name}: others are at {line.highest} already, and went past without "
+        f"a vote there, or were answered too long ago for it to be known"
+    )
     return Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
 
 
@@ -595,10 +572,6 @@ def _waits_in_cycle(cycle: list[Component]) -> Finding:
 
 def _votes_of(components: Iterable[Component]) -> list[Decision]:
     return [vote for component in components for vote in component.votes.values()]
-
-
-def _lines_of(components: Iterable[Component]) -> frozenset[Line]:
-    return frozenset(line for component in components for line in component.spans)
 
 
 def _overlap(one: Span, other: Span) -> bool:
