@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: connections, the machine of `_consensus`, and timers, in one loop on a selector.
+"""The coordinator: connections, the machine of `_consensus`, and timers, in one loop on epoll.
 
 It runs in a child process of the coordinator rank: a thread beside a busy Python main thread waits up to 5 ms for the
 interpreter lock at every message. The child is started isolated, and loads these files by path, since their folder may
@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import resource
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 if __package__:
@@ -180,7 +180,9 @@ class Server:
         self._world_size = int(config.facts["world_size"])
         self._timeout_s = float(config.facts["timeout_s"])
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, self._timeout_s)
-        self._selector = selectors.DefaultSelector()
+        # Not `selectors`: its own Python costs more for each vote than the machine's.
+        self._epoll = select.epoll()
+        self._peers: dict[int, _Connection | Callable[[], None] | None] = {}  # by descriptor
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._of_rank: dict[int, _Connection] = {}
@@ -198,25 +200,25 @@ class Server:
         """Serves until told to end, or until it fails, which is logged and told to all ranks. Closes the listener, the
         control channel and all connections."""
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._control, selectors.EVENT_READ, None)
+        self._register(self._listener, self._accept)
+        self._register(self._control, None)
         reason = f"rank {self._rank}, which coordinates, closed the handshake or exited"
         seconds = 0.0
         try:
             while True:
-                events = self._selector.select(seconds)
+                events = self._epoll.poll(seconds)
                 self._now = time.monotonic()
-                for key, mask in events:
-                    peer = key.data
-                    if type(peer) is _Connection:
-                        if mask & selectors.EVENT_READ:
-                            self._read(peer)
-                        if mask & selectors.EVENT_WRITE:
+                for descriptor, mask in events:
+                    peer = self._peers.get(descriptor)
+                    if isinstance(peer, _Connection):
+                        if mask & select.EPOLLOUT:
                             self._flush(peer)
-                    elif peer is None:
-                        return
-                    else:
+                        if mask != select.EPOLLOUT:
+                            self._read(peer)
+                    elif peer is not None:
                         peer()
+                    elif descriptor in self._peers:
+                        return
                 deadline = self._next_deadline()
                 if deadline is not None and deadline <= self._now:
                     self._look_at_the_clock()
@@ -229,6 +231,14 @@ class Server:
             logger.critical("handshake: %s", reason, exc_info=True)
         finally:
             self._close(reason)
+
+    def _register(self, sock: socket.socket, peer: "_Connection | Callable[[], None] | None") -> None:
+        self._epoll.register(sock, select.EPOLLIN)
+        self._peers[sock.fileno()] = peer
+
+    def _unregister(self, sock: socket.socket) -> None:
+        self._epoll.unregister(sock)
+        del self._peers[sock.fileno()]
 
     def _next_deadline(self) -> float | None:
         """When something is to be done though nothing arrives, or None."""
@@ -254,11 +264,11 @@ class Server:
             self._drop(connection, "it did not say who it is")
         if self._accept_again is not None and self._accept_again <= now:
             self._accept_again = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._register(self._listener, self._accept)
 
     def _close(self, reason: str) -> None:
         self._listener.close()
-        self._selector.close()
+        self._epoll.close()
         for number, extra in self._extras.items():
             extra.close()
             self._reply(number, extra.tick(time.monotonic()))
@@ -280,7 +290,7 @@ class Server:
     def abandon(self) -> None:
         """In a forked child, where no thread runs it: lets go of all descriptors, so that what the parent closes, or
         what ends with it, is closed for its peers too."""
-        self._selector.close()
+        self._epoll.close()
         for sock in (self._listener, self._control, *(connection.sock for connection in self._connections)):
             sock.close()
 
@@ -295,7 +305,7 @@ class Server:
             except OSError as error:
                 hint = "; raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
                 self._tell(f"connections can't be accepted: {error.strerror or error}{hint}")
-                self._selector.unregister(self._listener)
+                self._unregister(self._listener)
                 self._accept_again = self._now + ACCEPT_AGAIN_S
                 return
             if len(self._strangers) >= MAX_STRANGERS + self._world_size:
@@ -306,7 +316,7 @@ class Server:
             connection = _Connection(sock, address[0], self._now + HELLO_WITHIN_S)
             self._connections.add(connection)
             self._strangers[connection] = None
-            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._register(sock, connection)
             greeting = _protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, connection.nonce)
             self._send(connection, _protocol.encode(greeting))
 
@@ -423,7 +433,7 @@ class Server:
             return
         self._connections.discard(connection)
         self._strangers.pop(connection, None)
-        self._selector.unregister(connection.sock)
+        self._unregister(connection.sock)
         connection.sock.close()
         if connection.voter is not None:
             rank = connection.voter.ranks[0]
@@ -484,7 +494,7 @@ class Server:
         for decision in decisions:
             _, number, flags = decision.request
             spans = [(line, *span) for line, span in decision.places]
-            outcome, reason, digest = decision.outcome, decision.reason, decision.fingerprint
+            outcome, reason, digest = decision.outcome, decision.reason, bytes(decision.fingerprint)  # type: ignore[arg-type]
             votes.append(Settled(decision.rank, number, flags, digest, spans, outcome, reason))
         self._reply(extra, self._extras[extra].settled(votes, self._now))
 
@@ -539,7 +549,7 @@ class Server:
                 return  # it was dropped, or the next read finds it broken and drops it with the reason
             if sent == len(data):
                 return
-            self._selector.modify(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+            self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT)
         connection.unsent.append(memoryview(data)[sent:])
         connection.unsent_bytes += len(data) - sent + UNSENT_FRAME_BYTES
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
@@ -564,7 +574,7 @@ class Server:
             unsent.clear()  # the next read finds it broken
             connection.unsent_bytes = 0
         if connection in self._connections:
-            self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+            self._epoll.modify(connection.sock, select.EPOLLIN)
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread
