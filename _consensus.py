@@ -526,7 +526,9 @@ def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
     for vote in votes:
         ranks_with.setdefault(vote.fingerprint, []).extend(vote.voter.ranks)
     sides = "; ".join(f"{_short(its)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items())
-    line, span = next(iter(votes)).places[0]
+    *_, newest = votes
+    met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
+    line, span = next((place for place in newest.places if place in met), newest.places[0])
     reason = f"fingerprints differ at {_show(span)} on {line.name}: {sides}"
     return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
 

@@ -33,9 +33,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options
 
-from _graph import count_collectives, graph_fingerprint, graph_text
-from _partition import OwnGraph, Plan, agree_on_plan, split_skinny
-from _settings import stage_of
+from _graph import count_collectives, graph_fingerprint, graph_record
+from _graph_plan import OwnGraph, Plan, agree_on_plan, split_skinny
 from handshake import (
     DispatchGate,
     HandshakeConfigError,
@@ -52,7 +51,7 @@ Verdict = bool | Plan
 
 
 def make_backend(
-    inner: str = "eager", stage: HandshakeStage | str | None = None, partial: bool = False, groups: str = "exact"
+    inner: str = "eager", stage: HandshakeStage | str | None = None, partial: bool = False, groups: str | None = None
 ) -> "Backend":
     """A backend for `torch.compile`.
 
@@ -60,7 +59,8 @@ def make_backend(
         inner: what compiles a graph or a segment of one: "eager" or "inductor".
         stage: when to vote; by default what ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` says.
         partial: after a split, keep fat what the ranks' graphs have in common.
-        groups: how a fingerprint names process groups: "exact" or "role".
+        groups: how a fingerprint names process groups, "role" or "exact"; by default as the open handshake or
+            ``TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS`` says.
 
     Raises:
         HandshakeConfigError: `inner` or the stage is none of these.
@@ -72,14 +72,15 @@ def make_backend(
     those of an eager run however the graph is cut.
     """
     if inner not in _INNER:
-        raise HandshakeConfigError(f"inner={inner!r} is no compiler; use one of {', '.join(_INNER)}")
-    return Backend(_INNER[inner], stage_of(stage), partial, groups)
+        raise HandshakeConfigError(f"inner={inner!r} is not a compiler; use one of {', '.join(_INNER)}")
+    stage = HandshakeStage.from_env() if stage is None else HandshakeStage.parse(stage, "stage")
+    return Backend(_INNER[inner], stage, partial, groups)
 
 
 class Backend:
     """What `make_backend` makes; `report()` says what has happened so far."""
 
-    def __init__(self, inner: "Inner", stage: HandshakeStage, partial: bool, groups: str) -> None:
+    def __init__(self, inner: "Inner", stage: HandshakeStage, partial: bool, groups: str | None) -> None:
         self.inner = inner
         self.stage = stage
         self.partial = partial
@@ -158,7 +159,7 @@ class Executable(OutputCode):
             return
         self._verdict = None
         self._fingerprint = graph_fingerprint(graph_module, backend.groups)
-        self._text = functools.partial(graph_text, graph_module)  # called only if a split is to be explained
+        self._text = functools.partial(graph_record, graph_module)  # called only if a split is to be explained
         self._own: OwnGraph | None = None
         if backend.partial and not self._fingerprint.startswith("unhashable"):
             self._own = OwnGraph(graph_module, backend.groups)
