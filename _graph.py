@@ -1042,7 +1042,7 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dic
         if node.op == "get_attr":
             record["constant"] = _constant_text(_attribute(graph_module, node.target))
         positions[node] = len(nodes)
-        nodes.append({key: value for key, value in record.items() if value or (key == "shape" and value == [])})
+        nodes.append({key: value for key, value in record.items() if value})
     children = [(name, child) for name, child in graph_module.named_children() if isinstance(child, graph_class)]
     bodies = {name: _body_record(child, name, groups) for name, child in children}
     return {"name": name, "nodes": nodes, "bodies": bodies}
