@@ -1248,6 +1248,14 @@ def test_a_record_says_what_a_real_graph_is():
     assert any(node.get("target") == "torch.tensor" for node in inner.values())
 
 
+@pytest.mark.parametrize("make", [_graph.graph_record, lambda graph_module: "\n".join(facts_of(graph_module).values())])
+def test_what_is_said_of_constants_is_the_same_while_a_graph_is_compiled(make):
+    """Compilers run under a fake tensor mode, in which a real tensor's elements can't be read as usual."""
+    graphs = compiled(lambda x: x + torch.tensor([1.5, 3.0]), ones(2), seen=make)
+    assert graphs.seen_results == [make(graph_module) for graph_module in graphs.all]
+    assert "[1.5, 3.0]" in graphs.seen_results[-1]
+
+
 def test_records_of_one_program_are_the_same_but_for_the_rank():
     def record(rank):
         with world(rank, 2):
