@@ -289,16 +289,15 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
         fingerprint: the graph's, if the caller has it. (An unhashable graph gets another one each time.)
     """
     groups: dict[str, _Group] = {}
-    body = _body_record(graph_module, graph_module._get_name(), groups)
     record = {
         "handshake_graph": RECORD_VERSION,
         "fingerprint": fingerprint,
         "rank": _rank_if_known(),
-        "groups": {
-            name: {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
-            for name, group in groups.items()
-        },
-        "body": body,
+        "body": _body_record(graph_module, graph_module._get_name(), groups),
+    }
+    record["groups"] = {
+        name: {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
+        for name, group in groups.items()
     }
     return json.dumps(record, separators=(",", ":"))
 
@@ -762,9 +761,8 @@ class _GraphWalk:
         alignment.update("\0".join([self._nodes[i].target for i in inputs]).encode("utf-8", "surrogatepass"))
         has_effect = call is not None or not self._effectful_bodies.isdisjoint((position, *inputs)) or _has_effect(node)
         members = None if group is None else group.members
-        return CanonicalNode(
-            node.name, op, target or op, equality.digest(), alignment.digest(), inputs, members, has_effect
-        )
+        digests = equality.digest(), alignment.digest()
+        return CanonicalNode(node.name, op, target or op, *digests, inputs, members, has_effect)
 
     def _group_arguments(self, call: _CollectiveCall, group: _Group) -> dict[Any, str]:
         """The texts of the arguments that name a collective's group, or a peer in it, by their places and names."""
@@ -1050,16 +1048,12 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
             else:
                 arguments.append((path, _text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
     texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
-    called = f"({', '.join(texts)})"
-    if op == "call_function":
-        target = _text(node.target)
-        text = target + called
-    elif op == "call_method":
+    if op == "call_method":
         target = f".{target}"
         text = f"{texts[0]}{target}({', '.join(texts[1:])})"
-    elif op == "call_module":
-        target = f"self.{target}"
-        text = target + called
+    elif op in ("call_function", "call_module"):
+        target = _text(node.target) if op == "call_function" else f"self.{target}"
+        text = f"{target}({', '.join(texts)})"
     else:
         text = f"self.{target}" if op == "get_attr" else ", ".join(texts)
         target = {"get_attr": target, "output": op}.get(op, "")
