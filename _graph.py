@@ -58,14 +58,14 @@ _logger = logging.getLogger("torch_tpu.handshake")
 # What `groups=` can be; None stands for what the handshake is set to.
 GROUP_NAMINGS = ("exact", "role")
 
-# Namespaces of torch.ops in which an op with an argument of one of the names below is a collective. Waiting for one,
-# or wrapping its result, takes no group, and so is none.
+# Namespaces of torch.ops in which an op with an argument of one of the names below is a collective. An op that waits
+# for one, or wraps its result, takes no group and is not counted.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem", "tpu"}
 )
 # The legacy functional collectives take (tag, ranks, group_size) instead of a group.
 _GROUP_ARGUMENTS = ("group_name", "group", "process_group", "ranks")
-# Those ops by their names, for who has no schema. The namespace tpu holds ops of one device too.
+# The same ops by their names, where there is no schema to ask. The namespace tpu also holds ops of one device.
 _COLLECTIVE_NAME = re.compile(
     r"tpu::\w*?(all_?gather|all_?reduce|reduce_?scatter|all_?to_?all)\w*"
     r"|(?!tpu::)\w+::(\w*(gather|reduce|scatter|all_?to_?all|broadcast|send|recv|p2p)\w*"
@@ -231,7 +231,7 @@ def is_collective(node: Any) -> bool:
 
 
 def is_collective_name(qualified_op_name: str) -> bool:
-    """The same by the op's name alone, ``namespace::name`` without an overload, for who has no graph and no torch."""
+    """The same by the op's name alone, ``namespace::name`` without an overload, where there is no graph and no torch."""
     if qualified_op_name in _registered_collectives:
         return True
     namespace = qualified_op_name.partition("::")[0]

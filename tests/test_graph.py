@@ -1070,6 +1070,11 @@ def test_effects():
     assert len(effects_of(without_gradient, ones(3, requires_grad=True), dynamo=True)) == 1
     copied = built((torch.ops.aten.sin.default, ({0},)), (torch.ops.aten.copy_.default, ({0}, {1})))
     assert [node.has_effect for node in _graph.canonical_nodes(copied)] == [False, False, True, False]
+    in_place = {operator.iadd, operator.imatmul, operator.iconcat, operator.setitem, operator.delitem}
+    for target in (*in_place, operator.add, operator.invert, operator.index, operator.is_, isinstance, math.isqrt):
+        graph_module = built((torch.sin, ({0},)))
+        list(graph_module.graph.nodes)[1].target = target
+        assert _graph.canonical_nodes(graph_module)[1].has_effect == (target in in_place), target
     with world(1):
         waits = effects_of(lambda x: all_reduce(x, dist.group.WORLD), x, dynamo=True)
         assert waits == {"_c10d_functional.all_reduce", "_c10d_functional.wait_tensor"}
