@@ -231,7 +231,7 @@ def is_collective(node: Any) -> bool:
 
 
 def is_collective_name(qualified_op_name: str) -> bool:
-    """The same by the op's name alone, ``namespace::name`` without an overload, where there is no graph and no torch."""
+    """The same by the op's name alone, ``namespace::name`` without an overload: needs no graph and no torch."""
     if qualified_op_name in _registered_collectives:
         return True
     namespace = qualified_op_name.partition("::")[0]
