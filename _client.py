@@ -143,7 +143,7 @@ class Client:
         self.coordinator: dict[str, Any] = {}  # what the welcome said of it
         self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
         self.channels: dict[int, PendingVote] = {}  # votes about which extras go on talking
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._sent = threading.Condition(self.lock)  # notified when a vote has left
@@ -168,12 +168,12 @@ class Client:
         line = self._lines.get(group)
         if line is None:
             _vocabulary.must_be_in_world(group.ranks, self._world_size)
-            if self._rank not in group:
-                text = f"rank {self._rank} votes on a group that it is not in ({_vocabulary.format_ranks(group)})"
-                raise HandshakeConfigError(text, ranks=[self._rank], group=group.ranks)
+            if self.rank not in group:
+                text = f"rank {self.rank} votes on a group that it is not in ({_vocabulary.format_ranks(group)})"
+                raise HandshakeConfigError(text, ranks=[self.rank], group=group.ranks)
             if len(self._lines) >= _protocol.MAX_GROUPS_PER_RANK:
                 raise HandshakeConfigError(
-                    f"rank {self._rank} has voted on {len(self._lines)} process groups, which is all that a connection "
+                    f"rank {self.rank} has voted on {len(self._lines)} process groups, which is all that a connection "
                     f"can name; reuse groups, rather than making new ones for ever"
                 )
             line = self._lines[group] = Line(group.ranks)
@@ -297,7 +297,7 @@ class Client:
             line.eager = max(line.eager, eager.get(line, 0))
             if start < line.position and any(first <= start and start + number <= last for first, last in line.gaps):
                 reason = (
-                    f"rank {self._rank}'s vote at [{start}, {start + number}) on "
+                    f"rank {self.rank}'s vote at [{start}, {start + number}) on "
                     f"{_vocabulary.format_ranks(line.ranks)} came more than {GAP_WAIT_S:g} s after a later one of "
                     f"another thread, which was sent without it: the others have gone on split"
                 )
@@ -464,14 +464,14 @@ class Client:
         if self._failure is None:
             self._failure = (
                 kind,
-                f"rank {self._rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
+                f"rank {self.rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
                 f"look at the log of that rank, and restart the job",
             )
         self._wake_others()
 
     def _no_answer(self) -> _vocabulary.HandshakeTimeoutError:
         return _vocabulary.HandshakeTimeoutError(
-            f"rank {self._rank}: {self._coordinator_name()} has not answered in time, and not ended the wait either: "
+            f"rank {self.rank}: {self._coordinator_name()} has not answered in time, and not ended the wait either: "
             f"its process hangs, or its host is not reachable any more. Look at that process",
             ranks=[int(self.coordinator["rank"])],
         )
@@ -483,13 +483,13 @@ class Client:
     def close(self, reason: str) -> None:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""
         sock, failure = self._sock, self._failure
-        self._failure = failure or (HandshakeError, f"rank {self._rank}: {reason}")
+        self._failure = failure or (HandshakeError, f"rank {self.rank}: {reason}")
         if sock is None:
             return
         # Not into the middle of another thread's frame. One that is stuck is woken by the shutdown.
         if failure is None and self.lock.acquire(timeout=CLOSE_WITHIN_S):
             try:
-                sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self._rank} closed its handshake")))
+                sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self.rank} closed its handshake")))
             except OSError:
                 pass
             finally:
@@ -504,7 +504,7 @@ class Client:
 
     def abandon(self) -> None:
         """In a forked child: lets go of the parent's connection, without a word to the coordinator."""
-        self._failure = (HandshakeError, f"rank {self._rank}: this connection belongs to the parent process")
+        self._failure = (HandshakeError, f"rank {self.rank}: this connection belongs to the parent process")
         if self._sock is not None:
             self._sock.close()
 

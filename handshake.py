@@ -189,6 +189,12 @@ class _Session:
         if self.closed:
             raise HandshakeError(f"rank {self.settings.rank}: {self.closed}")
 
+    def flags(self, text: GraphText, partial: bool) -> int:
+        """Those of a vote."""
+        has_graph = text is not None and self.client.coordinator.get("debug")
+        can_plan = partial and _extra("_graph_plan") is not None
+        return (_protocol.PARTIAL if can_plan else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
+
     def count(self, outcome: int, waited_s: float) -> None:
         """Counts one handshake, how it ended, and the seconds that it took."""
         with self._lock:
@@ -234,8 +240,13 @@ _FORKED = (
 )
 _forked_ranks: set[int] = set()
 
-# What each thread has still to go through: the other ranks of an exchange must not wait for a thread that can't come.
-_thread = threading.local()
+class _Thread(threading.local):
+    """What each thread has still to go through: the other ranks of an exchange must not wait for one that can't come."""
+
+    exchange: "weakref.ref[Any] | None" = None
+
+
+_thread = _Thread()
 
 
 class Handshake:
@@ -332,8 +343,10 @@ class Handshake:
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
             HandshakeError: the handshake was closed.
         """
-        session, graph, pending = self._vote(request, graph_text, False)
-        return True if pending is None else _verdict(session, graph, pending)
+        pending = self._vote(request, graph_text, False)
+        if pending is None:
+            return True
+        return _verdict(self._session, pending, request.executable_fingerprint, graph_text)
 
     def submit_async(
         self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
@@ -344,29 +357,28 @@ class Handshake:
             partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
                 see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
         """
-        session, graph, pending = self._vote(request, graph_text, partial)
-        return Ticket(session, graph, pending)
+        pending = self._vote(request, graph_text, partial)
+        return Ticket(self._session, pending, request.executable_fingerprint, graph_text)
 
     def _vote(
         self, request: CollectiveHandshakeRequest, text: GraphText, partial: bool
-    ) -> "tuple[_Session, _Graph, _client.PendingVote | None]":
+    ) -> "_client.PendingVote | None":
         session = self._session
         if not isinstance(request, CollectiveHandshakeRequest):
             raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
-        if request.rank != session.settings.rank:
+        if request.rank != session.client.rank:
             raise HandshakeConfigError(
-                f"a request of rank {request.rank} was submitted on rank {session.settings.rank}", ranks=[request.rank]
+                f"a request of rank {request.rank} was submitted on rank {session.client.rank}", ranks=[request.rank]
             )
-        graph = _Graph(request.executable_fingerprint, text, partial)
         if not session.client.is_connected:
             session.must_be_open()
             for group in request.participating_groups:
                 _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             if not has_collectives_between_ranks(dict.fromkeys(request.participating_groups, 1)):
-                return session, graph, None
+                return None
             session.connected()
-        counts = request.pg_collective_counts
-        return session, graph, session.client.vote_counted(counts, graph.digest, graph.flags(session))
+        digest = _vocabulary.fingerprint_digest(request.executable_fingerprint)
+        return session.client.vote_counted(request.pg_collective_counts, digest, session.flags(text, partial))
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
@@ -393,23 +405,6 @@ class Handshake:
         self.close()
 
 
-class _Graph:
-    """What a graph's votes have in common but for their places on the lines."""
-
-    __slots__ = ("digest", "fingerprint", "partial", "text")
-
-    def __init__(self, fingerprint: str, text: GraphText, partial: bool) -> None:
-        self.fingerprint = fingerprint
-        self.digest = _vocabulary.fingerprint_digest(fingerprint)
-        self.text = text
-        self.partial = partial and _extra("_graph_plan") is not None
-
-    def flags(self, session: _Session) -> int:
-        """Those of its votes."""
-        has_graph = self.text is not None and session.client.coordinator.get("debug")
-        return (_protocol.PARTIAL if self.partial else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
-
-
 class Ticket:
     """A vote under way.
 
@@ -420,10 +415,13 @@ class Ticket:
             another vote first has left them, which calls them off for all; so does letting go of the ticket.
     """
 
-    def __init__(self, session: _Session, graph: _Graph, pending: _client.PendingVote | None) -> None:
+    def __init__(
+        self, session: _Session, pending: _client.PendingVote | None, fingerprint: str, text: GraphText
+    ) -> None:
         self._session = session
         self._pending = pending
-        self._graph = graph
+        self._fingerprint = fingerprint
+        self._text = text
         self._lock = threading.Lock()
         self._answer: bool | HandshakeError | None = True if pending is None else None
         self.exchange: Any = None
@@ -490,7 +488,7 @@ class Ticket:
         reports = _extra("_graph_report") if asked else None
         if reports is not None:
             channel = _client.Channel(client, pending, _protocol.REPORTS, wait_s)
-            arguments = (channel, self._graph.text)
+            arguments = (channel, self._text)
             threading.Thread(target=reports.send_graph, args=arguments, name="handshake-graph", daemon=True).start()
         plans = _extra("_graph_plan") if pending.flags & _protocol.PLAN else None
         if plans is not None:
@@ -501,7 +499,7 @@ class Ticket:
             _thread.exchange = weakref.ref(self.exchange)
 
     def _log_split(self, reason: str) -> None:
-        settings, fingerprint = self._session.settings, self._graph.fingerprint
+        settings, fingerprint = self._session.settings, self._fingerprint
         count = self._session.splits_seen(fingerprint)
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
@@ -515,13 +513,14 @@ class Ticket:
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
 
 
-def _verdict(session: _Session, graph: _Graph, pending: _client.PendingVote) -> bool:
+def _verdict(session: _Session, pending: _client.PendingVote, fingerprint: str, text: GraphText) -> bool:
     """Waits for the verdict on a vote. Returns and raises what `Handshake.submit` does."""
     if not pending.is_ready:
-        _leave_exchange()
+        if _thread.exchange is not None:
+            _leave_exchange()
         session.client.wait(pending, pending.sent_at + session.wait_s)
     if pending.outcome != _protocol.FAT:
-        return Ticket(session, graph, pending).result()
+        return Ticket(session, pending, fingerprint, text).result()
     session.count(_protocol.FAT, time.monotonic() - pending.sent_at)
     return True
 
@@ -529,12 +528,10 @@ def _verdict(session: _Session, graph: _Graph, pending: _client.PendingVote) -> 
 def _leave_exchange() -> None:
     """This thread is about to wait for a vote: if it has not gone through its last exchange, it can't any more, and the
     ranks that wait there must not wait for it."""
-    known = getattr(_thread, "exchange", None)
-    if known is not None:
-        _thread.exchange = None
-        exchange = known()
-        if exchange is not None:
-            exchange.leave()
+    exchange = None if _thread.exchange is None else _thread.exchange()
+    _thread.exchange = None
+    if exchange is not None:
+        exchange.leave()
 
 
 _absent: set[str] = set()
@@ -623,7 +620,8 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    return Ticket(*_Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial).cast())
+    ballot = _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial)
+    return Ticket(*ballot.cast(), executable_fingerprint, graph_module_str)
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -641,7 +639,10 @@ class _Ballot:
     ) -> None:
         if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= _vocabulary.MAX_FINGERPRINT_CHARACTERS:
             CollectiveHandshakeRequest(RankCollectiveCounts(), fingerprint, 0)  # says what is wrong with it
-        self._graph = _Graph(fingerprint, text, partial)
+        self.fingerprint = fingerprint
+        self.text = text
+        self._digest = _vocabulary.fingerprint_digest(fingerprint)
+        self._partial = partial
         self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
         self._session: _Session | None = None
         self._takes: list[tuple[_client.Line, int]] = []
@@ -653,17 +654,17 @@ class _Ballot:
             for group in [group for group, number in self._collectives.items() if number]:
                 _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             self._takes = session.connected().resolve(self._collectives)
-        self._flags = self._graph.flags(session)
+        self._flags = session.flags(self.text, self._partial)
         self._session = session
         return session
 
-    def cast(self) -> tuple[_Session, _Graph, _client.PendingVote | None]:
+    def cast(self) -> tuple[_Session, _client.PendingVote | None]:
         """Counts and votes; None where there is nothing to vote on."""
         session = self._session
         if session is None or session.closed:
             session = self._resolve()
         takes = self._takes
-        return session, self._graph, session.client.vote(takes, self._graph.digest, self._flags) if takes else None
+        return session, session.client.vote(takes, self._digest, self._flags) if takes else None
 
 
 class DispatchGate:
@@ -693,15 +694,15 @@ class DispatchGate:
         elif not has_collectives_between_ranks(pg_to_num_collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
-            self._remembered = self._cast()
+            self._remembered = self.vote()
 
     def vote(self) -> bool:
         """Whether this dispatch runs fat."""
-        return self._cast() if self._remembered is None else self._remembered
-
-    def _cast(self) -> bool:
-        session, graph, pending = self._ballot.cast()
-        return True if pending is None else _verdict(session, graph, pending)
+        if self._remembered is not None:
+            return self._remembered
+        ballot = self._ballot
+        session, pending = ballot.cast()
+        return True if pending is None else _verdict(session, pending, ballot.fingerprint, ballot.text)
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks
