@@ -76,6 +76,9 @@ class Line:
         self.gaps: deque[tuple[int, int]] = deque(maxlen=MAX_GAPS)  # those that were given up waiting for
 
 
+_NO_FACTS: dict[str, Any] = {}
+
+
 class PendingVote:
     """A vote that was sent. `outcome` is 0 until the verdict is there; `mail` is what extras sent about it."""
 
@@ -87,6 +90,7 @@ class PendingVote:
         self.is_ready = False  # whether what is waited for is there: the verdict, and later mail
         self.is_abandoned = False  # nobody will ask for its answer
         self.outcome = 0
+        self.facts: dict[str, Any] = _NO_FACTS
         self.mail: list[_protocol.Extra] | None = None
 
     def answer(self, outcome: int, flags: int = 0) -> None:

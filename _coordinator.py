@@ -86,6 +86,12 @@ _EXTRA_FILES = {_protocol.PLANS: ("_graph_plan", "plans"), _protocol.REPORTS: ("
 _OUTCOMES = [Outcome.FAT, Outcome.SPLIT, Outcome.TIMEOUT, Outcome.PEER_LOST]  # by their number on the wire, less one
 
 
+def find_extra(name: str) -> Any:
+    """The module of that name beside this one, or None."""
+    qualified = f"{__package__}.{name}" if __package__ else name
+    return None if importlib.util.find_spec(qualified) is None else importlib.import_module(qualified)
+
+
 class Config(NamedTuple):
     """What a coordinator must know. All of it can be written as JSON."""
 
@@ -512,11 +518,10 @@ class Server:
         """Whether there is this extra; its absence is said once."""
         if extra not in self._extras:
             name, what = _EXTRA_FILES[extra]
-            qualified = f"{__package__}.{name}" if __package__ else name
-            if importlib.util.find_spec(qualified) is None:
+            module = find_extra(name)
+            if module is None:
                 self._tell(f"there are no {what} on splits: {name}.py is not beside the handshake's files")
                 return False
-            module = importlib.import_module(qualified)
             if extra == _protocol.PLANS:
                 self._extras[extra] = module.Rounds(self._timeout_s)
             else:

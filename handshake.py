@@ -13,8 +13,6 @@ its collectives ("skinny"). `_consensus` is the rule.
 """
 
 import atexit
-import importlib
-import importlib.util
 import logging
 import os
 import socket
@@ -27,63 +25,34 @@ from typing import Any
 
 if __package__:
     from . import _client, _coordinator, _protocol, _rendezvous, _vocabulary
-    from ._vocabulary import (
-        CollectiveHandshakeRequest,
-        CollectiveHandshakeResponse,
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakePeerLostError,
-        HandshakeProtocolError,
-        HandshakeStage,
-        HandshakeTimeoutError,
-        HandshakeTypeError,
-        ProcessGroupCollectiveCount,
-        ProcessGroupId,
-        RankCollectiveCounts,
-    )
 else:
     import _client
     import _coordinator
     import _protocol
     import _rendezvous
     import _vocabulary
-    from _vocabulary import (
-        CollectiveHandshakeRequest,
-        CollectiveHandshakeResponse,
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakePeerLostError,
-        HandshakeProtocolError,
-        HandshakeStage,
-        HandshakeTimeoutError,
-        HandshakeTypeError,
-        ProcessGroupCollectiveCount,
-        ProcessGroupId,
-        RankCollectiveCounts,
-    )
 
 __all__ = [
-    "CollectiveHandshakeRequest",
-    "CollectiveHandshakeResponse",
-    "DispatchGate",
-    "Handshake",
-    "HandshakeConfigError",
-    "HandshakeError",
-    "HandshakePeerLostError",
-    "HandshakeProtocolError",
-    "HandshakeStage",
-    "HandshakeTimeoutError",
-    "HandshakeTypeError",
-    "ProcessGroupCollectiveCount",
-    "ProcessGroupId",
-    "RankCollectiveCounts",
-    "Ticket",
-    "has_collectives_between_ranks",
-    "record_eager_collectives",
-    "should_handshake",
-    "submit_handshake",
+    "CollectiveHandshakeRequest", "CollectiveHandshakeResponse", "DispatchGate", "Handshake", "HandshakeConfigError",
+    "HandshakeError", "HandshakePeerLostError", "HandshakeProtocolError", "HandshakeStage", "HandshakeTimeoutError",
+    "HandshakeTypeError", "ProcessGroupCollectiveCount", "ProcessGroupId", "RankCollectiveCounts", "Ticket",
+    "has_collectives_between_ranks", "record_eager_collectives", "should_handshake", "submit_handshake",
     "submit_handshake_async",
-]
+]  # fmt: skip
+
+CollectiveHandshakeRequest = _vocabulary.CollectiveHandshakeRequest
+CollectiveHandshakeResponse = _vocabulary.CollectiveHandshakeResponse
+HandshakeConfigError = _vocabulary.HandshakeConfigError
+HandshakeError = _vocabulary.HandshakeError
+HandshakePeerLostError = _vocabulary.HandshakePeerLostError
+HandshakeProtocolError = _vocabulary.HandshakeProtocolError
+HandshakeStage = _vocabulary.HandshakeStage
+HandshakeTimeoutError = _vocabulary.HandshakeTimeoutError
+HandshakeTypeError = _vocabulary.HandshakeTypeError
+ProcessGroupCollectiveCount = _vocabulary.ProcessGroupCollectiveCount
+ProcessGroupId = _vocabulary.ProcessGroupId
+RankCollectiveCounts = _vocabulary.RankCollectiveCounts
+_select_handshake_port = _rendezvous.select_handshake_port
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -96,8 +65,6 @@ GraphText = str | Callable[[], str] | None
 MAX_SPLITS_COUNTED = 10_000
 
 _COUNTED_AS = ("fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number on the wire, less one
-
-_select_handshake_port = _rendezvous.select_handshake_port
 
 
 class _Session:
@@ -539,13 +506,11 @@ _absent: set[str] = set()
 
 def _extra(name: str) -> Any:
     """A module that may be absent; None then, which is said once."""
-    qualified = f"{__package__}.{name}" if __package__ else name
-    if name not in _absent and importlib.util.find_spec(qualified) is not None:
-        return importlib.import_module(qualified)
-    if name not in _absent:
+    module = None if name in _absent else _coordinator.find_extra(name)
+    if module is None and name not in _absent:
         _absent.add(name)
         logger.warning("handshake: %s.py is not beside handshake.py: what needs it is left out", name)
-    return None
+    return module
 
 
 # ---------------------------------------------------------------------- for a compiler's two stages
