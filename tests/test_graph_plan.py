@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of diverging graphs: what stays fat, and that it computes the same."""
+"""The common part of diverging graphs: what stays fat, and that it computes the same; the alignment below it, and the
+rounds in which ranks find it."""
 
 import functools
 import hashlib
+import itertools
 import json
 import operator
+import queue
 import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from layout import child_environment, load
@@ -20,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from functorch.compile import make_boxed_func  # noqa: E402
-from partition_programs import (  # noqa: E402
+from plan_programs import (  # noqa: E402
     PROGRAMS,
     TOKENS,
     VocabularyParallel,
@@ -37,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 _graph = load("_graph")
-_partition = load("_partition")
+_graph_plan = load("_graph_plan")
 _vocabulary = load("_vocabulary")
 
 WORLD = 4
@@ -52,62 +55,66 @@ def fake_group():
     dist.destroy_process_group()
 
 
-class Rounds:
-    """An exchange between threads. `faults` are called by rank before a round and may raise."""
+class Line(NamedTuple):
+    """A group's line, as the coordinator has it."""
 
-    def __init__(self, size: int, reference: int = 0) -> None:
-        self.reference = reference
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.parts: list[Any] = [None] * size
-        self.reasons: list[str] = []
+    ranks: tuple[int, ...]
+
+
+class Settled(NamedTuple):
+    rank: int
+    number: int
+    digest: bytes
+    spans: Sequence[tuple[Line, int, int]]
+    reason: str = "fingerprints differ"
+
+
+class Component:
+    """Ranks of one split component, and a coordinator between them. `aborts` are the reasons that ranks gave, `sent`
+    how many bytes of bitmaps each sent."""
+
+    def __init__(self, size: int) -> None:
+        self.rounds = _graph_plan.Rounds(60.0)
+        self.lock = threading.Lock()
+        self.frames = [queue.SimpleQueue() for _ in range(size)]
+        self.aborts: list[str] = []
         self.sent = [0] * size
+        line = Line(tuple(range(size)))
+        self._deliver(self.rounds.settled([Settled(rank, 7, bytes([rank]), [(line, 0, 1)]) for rank in line.ranks], 0))
 
-    def exchange(self, rank: int) -> "Exchange":
-        return Exchange(self, rank)
+    def exchange(self, rank: int) -> Any:
+        return _graph_plan.Exchange(Channel(self, rank), rank)
+
+    def take(self, rank: int, step: int, payload: bytes) -> None:
+        with self.lock:
+            if step == _graph_plan.ABORT:
+                self.aborts.append(payload.decode())
+            if step == _graph_plan.INTERSECT:
+                self.sent[rank] += len(payload)
+            self._deliver(self.rounds.take(rank, 7, step, payload, 0.0))
+
+    def _deliver(self, replies: list[Any]) -> None:
+        for rank, number, step, payload in replies:
+            assert number == 7
+            self.frames[rank].put((step, payload))
 
 
-class Exchange:
-    def __init__(self, rounds: Rounds, rank: int) -> None:
-        self.rounds = rounds
+class Channel:
+    def __init__(self, component: Component, rank: int) -> None:
+        self.component = component
         self.rank = rank
-        self.is_undecided = False
 
-    def _gather(self, part: Any) -> list[Any] | None:
-        try:
-            self.rounds.parts[self.rank] = part
-            self.rounds.barrier.wait()
-            parts = list(self.rounds.parts)
-            self.rounds.barrier.wait()
-            return parts
-        except threading.BrokenBarrierError:
-            return None
+    def send(self, step: int, payload: bytes) -> None:
+        self.component.take(self.rank, step, payload)
 
-    def reference_rank(self) -> int | None:
-        return self.rounds.reference if self._gather(None) else None
+    def receive(self) -> tuple[int, bytes]:
+        return self.component.frames[self.rank].get(timeout=60)
 
-    def share(self, payload: bytes | None) -> bytes | None:
-        assert (payload is not None) == (self.rank == self.rounds.reference)
-        parts = self._gather(payload)
-        return parts[self.rounds.reference] if parts else None
+    def close(self) -> None:
+        pass
 
-    def intersect(self, bitmap: bytes) -> bytes | None:
-        self.rounds.sent[self.rank] += len(bitmap)
-        parts = self._gather(bitmap)
-        if parts is None:
-            return None
-        assert len({len(part) for part in parts}) == 1
-        common = parts[0]
-        for part in parts:
-            common = bytes(a & b for a, b in zip(common, part, strict=True))
-        return common
-
-    def agree(self, fingerprint: str) -> bool:
-        parts = self._gather(fingerprint)
-        return parts is not None and len(set(parts)) == 1
-
-    def abort(self, reason: str) -> None:
-        self.rounds.reasons.append(reason)
-        self.rounds.barrier.abort()
+    def abandon(self, step: int, payload: bytes) -> None:
+        self.component.take(self.rank, step, payload)
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -125,15 +132,18 @@ def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def plans_of(graphs: Sequence[Any], reference: int = 0, groups: str = "exact") -> tuple[list[Any], Rounds]:
-    rounds = Rounds(len(graphs), reference)
+def plans_of(graphs: Sequence[Any], reference: int = 0, groups: str | None = None) -> tuple[list[Any], Component]:
+    """Each graph's plan, that at place `reference` being the reference's: it is rank 0's, the next one rank 1's …"""
+    component = Component(len(graphs))
     calls = [
-        lambda rank=rank, graph=graph: _partition.agree_on_plan(rounds.exchange(rank), graph, groups)
-        for rank, graph in enumerate(graphs)
+        lambda rank=(place - reference) % len(graphs), graph=graph: _graph_plan.agree_on_plan(
+            component.exchange(rank), graph, groups
+        )
+        for place, graph in enumerate(graphs)
     ]
     plans = in_threads(calls)
     assert len({plan is None for plan in plans}) == 1, "all ranks get a plan, or none does"
-    return plans, rounds
+    return plans, component
 
 
 def kinds(plan: Any) -> list[str]:
@@ -173,19 +183,19 @@ def test_one_more_op_on_one_rank_leaves_two_fat_segments(vocabulary_parallel, re
     for direction, collectives in enumerate((2 * BLOCKS + 1, 2 * BLOCKS)):
         per_rank = [rank_graphs[direction] for rank_graphs in graphs]
         per_rank[1] = with_one_more[direction]
-        plans, rounds = plans_of(per_rank, reference)
+        plans, component = plans_of(per_rank, reference)
         for plan in plans:
             assert kinds(plan).count("fat") == 2
             assert plan.num_fat_collectives >= collectives - 1
         programs = [programs_of(plan) for plan in plans]
         assert all(program == programs[0] for program in programs)
         # One bit a node in the first intersection, two in the second.
-        assert max(rounds.sent) <= 3 * (len(per_rank[reference].graph.nodes) + 8) / 8
+        assert max(component.sent) <= 3 * (len(per_rank[reference].graph.nodes) + 8) / 8
 
 
 def test_one_graph_needs_no_cut(vocabulary_parallel):
     graphs, _ = vocabulary_parallel
-    own = _partition.OwnGraph(graphs[2][0])  # made ahead, as for a graph that is dispatched again and again
+    own = _graph_plan.OwnGraph(graphs[2][0])  # made ahead, as for a graph that is dispatched again and again
     plans, _ = plans_of([own, graphs[2][0], own])
     assert [kinds(plan) for plan in plans] == [["fat"]] * 3
 
@@ -197,9 +207,9 @@ def test_one_graph_needs_no_cut(vocabulary_parallel):
 def test_program(program, with_plan, without):
     graphs = [program(rank) for rank in RANKS]
     before = [graph.code for graph in graphs]
-    plans, rounds = plans_of(graphs)
+    plans, component = plans_of(graphs)
     for plan, graph in zip(plans, graphs, strict=True):
-        skinny = _partition.split_skinny(graph)
+        skinny = _graph_plan.split_skinny(graph)
         assert_runs_alike(graph, skinny)
         for name, segment in skinny.named_children():
             if name.startswith("skinny"):
@@ -210,10 +220,10 @@ def test_program(program, with_plan, without):
             assert programs_of(plan) == programs_of(plans[0])
             assert_runs_alike(graph, plan.program)
     assert [graph.code for graph in graphs] == before
-    assert segments_of(_partition.split_skinny(graphs[0])) == without
+    assert segments_of(_graph_plan.split_skinny(graphs[0])) == without
     if with_plan is None:
         assert plans == [None] * WORLD
-        assert rounds.reasons
+        assert component.aborts
     else:
         assert " ".join(kinds(plans[0])) == with_plan
 
@@ -265,7 +275,7 @@ def test_a_segment_takes_the_sizes_that_its_values_depend_on():
     torch.compile(function, backend=aot_autograd(fw_compiler=keep), dynamic=True)(torch.ones(6, 3))
     (graph,) = graphs
     plans, _ = plans_of([graph, graph])
-    for split in (_partition.split_skinny(graph), plans[0].program):
+    for split in (_graph_plan.split_skinny(graph), plans[0].program):
         assert_runs_alike(graph, split)
         for segment in split.children():
             inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
@@ -278,22 +288,22 @@ def test_a_segment_takes_the_sizes_that_its_values_depend_on():
 def test_the_same_plan_comes_again(vocabulary_parallel):
     """What it was compiled to stays with it; plans that came up long ago are forgotten."""
     graphs, with_one_more = vocabulary_parallel
-    own = _partition.OwnGraph(graphs[0][0])
+    own = _graph_plan.OwnGraph(graphs[0][0])
     first, second, third = (
         plans_of([own, other])[0][0] for other in (graphs[1][0], with_one_more[0], graphs[1][0])
     )
     assert first is third is not second
     assert type(first).__hash__ is object.__hash__, "nobody hashes its thousands of numbers at a dispatch"
-    for number in range(_partition.MAX_PLANS):
-        own.plan((*first.segments, _partition.Segment("local", (), (), number)))
+    for number in range(_graph_plan.MAX_PLANS):
+        own.plan((*first.segments, _graph_plan.Segment("local", (), (), number)))
     assert own.plan(first.segments) is not first
 
 
 # ---------------------------------------------------------------------- faults
 
 
-def failing(rounds: Rounds, rank: int, method: str, result: Callable[..., Any]) -> Exchange:
-    exchange = rounds.exchange(rank)
+def failing(component: Component, rank: int, method: str, result: Callable[..., Any]) -> Any:
+    exchange = component.exchange(rank)
     setattr(exchange, method, result)
     return exchange
 
@@ -315,46 +325,46 @@ def raise_lost(*_):
 )
 def test_a_rank_that_fails_takes_everybody_to_skinny(method, result, caplog):
     graph = made(lambda x: reduce(x.sin()), matrix())
-    rounds = Rounds(3)
-    exchanges = [rounds.exchange(0), failing(rounds, 1, method, result), rounds.exchange(2)]
-    calls = [lambda exchange=exchange: _partition.agree_on_plan(exchange, graph) for exchange in exchanges]
+    component = Component(3)
+    exchanges = [component.exchange(0), failing(component, 1, method, result), component.exchange(2)]
+    calls = [lambda exchange=exchange: _graph_plan.agree_on_plan(exchange, graph) for exchange in exchanges]
     assert in_threads(calls) == [None] * 3
-    assert "rank 1" in rounds.reasons[0]
+    assert "rank 1" in component.aborts[0]
     assert "rank 1" in caplog.text
 
 
 def test_a_lost_answer_to_the_last_round_is_an_error():
     """The others may run fat by then."""
-    exchange = failing(Rounds(1), 0, "agree", raise_lost)
+    exchange = failing(Component(1), 0, "agree", raise_lost)
     graph = made(lambda x: reduce(x.sin()), matrix())
     with pytest.raises(ConnectionError):
-        _partition.agree_on_plan(exchange, graph)
+        _graph_plan.agree_on_plan(exchange, graph)
     exchange.is_undecided = True  # as handshake's is then
-    with pytest.raises(_partition.PlanError, match="got lost"):
-        _partition.agree_on_plan(exchange, graph)
+    with pytest.raises(_graph_plan.PlanError, match="got lost"):
+        _graph_plan.agree_on_plan(exchange, graph)
 
 
 def test_a_rank_that_can_not_split_takes_everybody_to_skinny(monkeypatch, caplog):
     """Nobody has agreed by then, so nobody runs a program that this rank doesn't have."""
     graphs = [other_constant(rank) for rank in range(3)]
-    split = _partition._split
+    split = _graph_plan._split
 
     def fails_on_rank_1(graph_module, *arguments):
         if graph_module is graphs[1]:
             raise RuntimeError("torch can't copy a node")
         return split(graph_module, *arguments)
 
-    monkeypatch.setattr(_partition, "_split", fails_on_rank_1)
-    plans, rounds = plans_of(graphs)
+    monkeypatch.setattr(_graph_plan, "_split", fails_on_rank_1)
+    plans, component = plans_of(graphs)
     assert plans == [None] * 3
-    assert rounds.reasons == ["no plan on rank 1: RuntimeError: torch can't copy a node"]
+    assert component.aborts == ["no plan on rank 1: RuntimeError: torch can't copy a node"]
     assert "no plan on rank 1: RuntimeError: torch can't copy a node; the graph runs skinny" in caplog.text
 
 
 def test_a_graph_that_changed_since_it_was_read_takes_everybody_to_skinny(caplog):
     """As one does that its compiler works on in place."""
     graphs = [other_constant(rank) for rank in range(3)]
-    own = _partition.OwnGraph(graphs[1])
+    own = _graph_plan.OwnGraph(graphs[1])
     (first, *_) = graphs[1].graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     with graphs[1].graph.inserting_after(first):
         graphs[1].graph.call_function(torch.ops.aten.neg.default, (first,))
@@ -367,20 +377,21 @@ def test_wrong_arguments_are_refused():
     graph = made(lambda x: reduce(x.sin()), matrix())
     for exchange in (None, object()):
         with pytest.raises(_vocabulary.HandshakeTypeError, match="exchange"):
-            _partition.agree_on_plan(exchange, graph)
+            _graph_plan.agree_on_plan(exchange, graph)
     for wrong, groups, error in (
         ("a graph", "exact", _vocabulary.HandshakeTypeError),
         (None, "exact", _vocabulary.HandshakeTypeError),
         (graph, "rôle", _vocabulary.HandshakeConfigError),
     ):
-        rounds = Rounds(2)
+        component = Component(2)
 
-        def give_it(rounds=rounds, wrong=wrong, groups=groups, error=error):
+        def give_it(component=component, wrong=wrong, groups=groups, error=error):
             with pytest.raises(error):
-                _partition.agree_on_plan(rounds.exchange(0), wrong, groups)
+                _graph_plan.agree_on_plan(component.exchange(0), wrong, groups)
             return "refused"
 
-        results = in_threads([give_it, lambda rounds=rounds: _partition.agree_on_plan(rounds.exchange(1), graph)])
+        other = functools.partial(_graph_plan.agree_on_plan, component.exchange(1), graph)
+        results = in_threads([give_it, other])
         assert results == ["refused", None], "the other rank doesn't wait for it"
 
 
@@ -389,32 +400,35 @@ def test_a_graph_that_has_no_keys_takes_everybody_to_skinny(caplog):
     bad = made(lambda x: reduce(x.sin()), matrix())
     (sine,) = bad.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     sine.args = (*sine.args, object())  # nothing that ranks could compare
-    plans, rounds = plans_of([good, bad, good])
+    plans, component = plans_of([good, bad, good])
     assert plans == [None] * 3
-    assert "rank 1" in rounds.reasons[0]
+    assert "rank 1" in component.aborts[0]
     assert "skinny" in caplog.text
 
 
 def test_keys_survive_the_wire():
-    own = _partition.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix()))
-    reference = _partition.read_keys(_partition.node_keys(own))
-    assert reference == (own.keys, own.leaders, own.inputs)
+    own = _graph_plan.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix()))
+    reference = _graph_plan.read_keys(_graph_plan.node_keys(own))
+    assert [unit[:3] for unit in reference] == [unit[:3] for unit in own.units]
 
 
 def test_keys_that_are_none_are_refused():
-    keys = _partition.node_keys(_partition.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix())))
+    keys = _graph_plan.node_keys(_graph_plan.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix())))
     generator = random.Random(4)
     damaged = [keys[:length] for length in range(len(keys))]
     damaged += [keys + b"x", b"\xff" * 40, b""]
     for _ in range(300):
         place = generator.randrange(len(keys))
         damaged.append(keys[:place] + bytes([keys[place] ^ (1 << generator.randrange(8))]) + keys[place + 1 :])
+    refused = 0
     for data in damaged:
         try:
-            reference = _partition.read_keys(data)
-        except _partition.PlanError:
-            continue
-        assert len(reference.keys) == len(reference.leaders) == len(reference.inputs)  # only a key was damaged
+            units = _graph_plan.read_keys(data)
+        except _graph_plan.PlanError:
+            refused += 1
+        else:
+            assert all(len(unit.key) == 8 and unit.values for unit in units)  # only numbers or keys were damaged
+    assert refused > len(keys)
 
 
 # ---------------------------------------------------------------------- random programs
@@ -499,20 +513,23 @@ class Program:
     def own_graph(self) -> Any:
         """The program as `OwnGraph` would read it from a graph that returns its last values."""
         ops = [*self.ops, (OUTPUT, "output", list(range(max(3, len(self.ops) - 4), len(self.ops))))]
-        own = _partition.OwnGraph.__new__(_partition.OwnGraph)
-        own.inputs = [tuple(reads) for _, _, reads in ops]
-        keys = [
-            bytes(8) if kind in (INPUT, OUTPUT) else content_hash(content, [ops[i][1] for i in reads])
-            for kind, content, reads in ops
+        own = _graph_plan.OwnGraph.__new__(_graph_plan.OwnGraph)
+        own.nodes = [
+            _graph_plan.Unit(
+                bytes(8) if kind in (INPUT, OUTPUT) else content_hash(content, [ops[i][1] for i in reads]),
+                (index,),
+                tuple(reads),
+                {"world": 1} if kind == COLLECTIVE else {},
+                is_pinned=kind in (COLLECTIVE, WAIT, RANDOM, MUTATION),
+                is_barrier=kind == MUTATION,
+            )
+            for index, (kind, content, reads) in enumerate(ops)
         ]
-        own.leaders = [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
-        own.collectives = [{"world": 1} if kind == COLLECTIVE else {} for kind, _, _ in ops]
-        own.keys = _partition._numbered(keys, own.collectives)
-        own.pinned = [kind in (COLLECTIVE, WAIT, RANDOM, MUTATION) for kind, _, _ in ops]
-        own.barriers = [kind == MUTATION for kind, _, _ in ops]
+        own.units = _graph_plan._units(
+            own.nodes, [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
+        )
         own.modes = {}
-        own.order = list(range(len(ops)))
-        own.describe = lambda position: "tensor"
+        own._fx_nodes = [torch.fx.Graph().placeholder("tensor")] * len(ops)
         return own
 
 
@@ -522,14 +539,16 @@ def content_hash(content: str, sources: list[str]) -> bytes:
 
 def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
     """What `agree_on_plan` does, without the rounds, and without making programs."""
-    keys = _partition.read_keys(_partition.node_keys(graphs[reference]))
-    ordered, matched = zip(*[_partition.follow(keys, graph) for graph in graphs], strict=True)
-    common = conjunction([_partition.bitmap(each) for each in matched])
-    matched = [_partition.restrict(each, common) for each in matched]
-    agreed = conjunction([_partition.constraints(graph, each) for graph, each in zip(ordered, matched, strict=True)])
-    cut = [_partition.make_segments(keys, graph, each, agreed) for graph, each in zip(ordered, matched, strict=True)]
+    keys = _graph_plan.read_keys(_graph_plan.node_keys(graphs[reference]))
+    ordered, matched = zip(*[_graph_plan.follow(keys, graph.units) for graph in graphs], strict=True)
+    common = conjunction([_graph_plan.bitmap(each) for each in matched])
+    matched = [_graph_plan.restrict(each, common) for each in matched]
+    agreed = conjunction(
+        [_graph_plan.constraints(keys, units, each) for units, each in zip(ordered, matched, strict=True)]
+    )
+    cut = [_graph_plan.make_segments(keys, units, each, agreed) for units, each in zip(ordered, matched, strict=True)]
     return [
-        segments and _partition.Plan(segments, _partition._fingerprint(graph, segments), None)
+        segments and _graph_plan.Plan(segments, _graph_plan._fingerprint(graph, segments), None)
         for graph, segments in zip(graphs, cut, strict=True)
     ]
 
@@ -542,31 +561,34 @@ def conjunction(bitmaps: Sequence[bytes]) -> bytes:
 def check_plan(own: Any, plan: Any) -> list[tuple[Any, ...]]:
     """A plan's invariants on one rank. Returns what its fat segments are, in terms that ranks can compare."""
     order = [position for segment in plan.segments for position in segment.positions]
-    operations = [position for position in range(len(own.keys)) if own.takes_part(position)]
-    assert sorted(order) == operations
+    operations = [position for unit in own.units if unit.takes_part for position in unit.values]
+    assert sorted(order) == sorted(operations)
     segment_of = {position: number for number, segment in enumerate(plan.segments) for position in segment.positions}
     place = {position: index for index, position in enumerate(order)}
     for position in order:
-        assert all(place.get(source, -1) < place[position] for source in own.inputs[position])
-        assert segment_of[position] == segment_of[own.leaders[position]]
-    staying = [position for position in order if own.pinned[position] and own.leaders[position] == position]
-    assert staying == sorted(staying), "effects have changed their order"
-    for barrier in operations:
-        if own.barriers[barrier]:
-            for position in operations:
-                if own.leaders[position] == position:
-                    assert (place[position] < place[barrier]) == (position < barrier)
+        assert all(place.get(source, -1) < place[position] for source in own.nodes[position].inputs)
+    units = [unit for unit in own.units if unit.takes_part]
+    for unit in units:
+        assert len({segment_of[position] for position in unit.values}) == 1
+    staying = [unit.values[0] for unit in units if unit.is_pinned]
+    assert staying == sorted(staying, key=place.__getitem__), "effects have changed their order"
+    for barrier in units:
+        if barrier.is_barrier:
+            for unit in units:
+                assert (place[unit.values[0]] < place[barrier.values[0]]) == (unit.values[0] < barrier.values[0])
+                if unit.values[0] < barrier.values[0]:
+                    assert place[unit.values[-1]] < place[barrier.values[0]]
     programs = []
     for number, segment in enumerate(plan.segments):
-        issued = sum(bool(own.collectives[position]) for position in segment.positions)
+        issued = sum(bool(own.nodes[position].collectives) for position in segment.positions)
         assert issued == segment.num_collectives
         assert {"fat": issued > 0, "skinny": issued == 1, "local": issued == 0}[segment.kind]
         if segment.kind != "fat":
             continue
         read_outside = {
             source
-            for position in range(len(own.keys))
-            for source in own.inputs[position]
+            for position, node in enumerate(own.nodes)
+            for source in node.inputs
             if segment_of.get(source) == number and segment_of.get(position) != number
         }
         assert read_outside <= set(segment.outputs)
@@ -574,13 +596,13 @@ def check_plan(own: Any, plan: Any) -> list[tuple[Any, ...]]:
         outside: dict[int, int] = {}
         wiring = [
             [inside.get(source, ~outside.setdefault(source, len(outside))) if source not in inside else inside[source]
-             for source in own.inputs[position]]
+             for source in own.nodes[position].inputs]
             for position in segment.positions
         ]
-        before = sum(bool(own.collectives[position]) for position in order[: place[segment.positions[0]]])
+        before = sum(bool(own.nodes[position].collectives) for position in order[: place[segment.positions[0]]])
         programs.append(
             (
-                [own.keys[position] for position in segment.positions],
+                [own.nodes[position].key for position in segment.positions],
                 wiring,
                 [inside[position] for position in segment.outputs],
                 before,
@@ -619,7 +641,7 @@ def test_equal_programs_give_one_fat_segment():
     for _ in range(50):
         graph = Program(generator, generator.randrange(30, 60)).own_graph()
         plans = plan_together([graph, graph, graph], 0)
-        if sum(map(bool, graph.collectives)) > 1:
+        if sum(unit.num_collectives for unit in graph.units) > 1:
             assert [segment.kind for segment in plans[0].segments] == ["fat"]
 
 
@@ -633,23 +655,24 @@ def test_fingerprint_tells_fat_segments_apart(what):
         segments = list(plan.segments)
         (fat,) = segments
         if changed:
-            position = next(p for p in fat.positions if len(graph.inputs[p]) == 2 and len(set(graph.inputs[p])) == 2)
+            position = next(p for p in fat.positions if len({*graph.nodes[p].inputs}) == 2)
+            node = graph.nodes[position]
             if what == "key":
-                graph.keys[position] = bytes(7) + b"x"
+                graph.nodes[position] = node._replace(key=bytes(7) + b"x")
             elif what == "wiring":
-                graph.inputs[position] = graph.inputs[position][::-1]
+                graph.nodes[position] = node._replace(inputs=node.inputs[::-1])
             elif what == "outputs":
                 segments[0] = fat._replace(outputs=fat.outputs[1:])
             elif what == "value":
-                graph.describe = lambda position: f"tensor {position}"
+                graph._fx_nodes = [torch.fx.Graph().placeholder("size") for _ in graph.nodes]
+                for number, each in enumerate(graph._fx_nodes):
+                    each.meta["val"] = number
             elif what == "mode":
                 graph.modes = {-1: (0,)}
             else:  # a collective before it, in a skinny segment
-                graph.keys.append(b"skinny..")
-                graph.inputs.append(())
-                graph.collectives.append({"world": 1})
-                segments.insert(0, _partition.Segment("skinny", (len(graph.keys) - 1,), (), 1))
-        plans.append(_partition._fingerprint(graph, segments))
+                graph.nodes.append(_graph_plan.Unit(b"skinny..", (len(graph.nodes),), (), {"world": 1}))
+                segments.insert(0, _graph_plan.Segment("skinny", (len(graph.nodes) - 1,), (), 1))
+        plans.append(_graph_plan._fingerprint(graph, segments))
     assert plans[0] != plans[1]
 
 
@@ -658,9 +681,9 @@ def test_fingerprint_tells_fat_segments_apart(what):
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
-    """What four gloo ranks, each a process, report; see `partition_worker`."""
+    """What four gloo ranks, each a process, report; see `plan_worker`."""
     folder = tmp_path_factory.mktemp("gloo")
-    worker = Path(__file__).with_name("partition_worker.py")
+    worker = Path(__file__).with_name("plan_worker.py")
     processes = [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(WORLD), str(folder)],
