@@ -32,39 +32,23 @@ Torch is imported inside the functions that need it.
 
 import bisect
 import contextlib
+import dataclasses
+import graphlib
 import hashlib
 import heapq
-import itertools
+import json
 import logging
 import operator
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if __package__:
-    from . import _graph
-    from ._vocabulary import (
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakeProtocolError,
-        HandshakeTypeError,
-        fingerprint_digest,
-        format_ranks,
-        group_naming,
-    )
+    from . import _graph, _vocabulary
 else:
     import _graph
-    from _vocabulary import (
-        HandshakeConfigError,
-        HandshakeError,
-        HandshakeProtocolError,
-        HandshakeTypeError,
-        fingerprint_digest,
-        format_ranks,
-        group_naming,
-    )
+    import _vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +95,8 @@ def align(a_keys: Sequence[Hashable], b_keys: Sequence[Hashable], max_edits: int
 
 
 def _common_prefix(a: list[Hashable], b: list[Hashable]) -> int:
-    for place, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return place
-    return min(len(a), len(b))
+    differing = (place for place, (left, right) in enumerate(zip(a, b, strict=False)) if left != right)
+    return next(differing, min(len(a), len(b)))
 
 
 def _align_middle(a: list[Hashable], b: list[Hashable], max_edits: int) -> _Pairs:
@@ -175,15 +157,15 @@ def _unique_anchors(a: list[Hashable], b: list[Hashable]) -> _Pairs:
     """Pairs of keys that occur once on both sides, a longest chain of them that doesn't cross."""
     in_a, in_b = Counter(a), Counter(b)
     place_in_b = {key: j for j, key in enumerate(b)}
-    candidates = [(i, place_in_b[key]) for i, key in enumerate(a) if in_a[key] == in_b[key] == 1]
-    # Longest increasing subsequence: `ends[k]` is the least end of a chain of k + 1 candidates, `chains[k]` that chain.
+    # Longest increasing subsequence: `ends[k]` is the least end of a chain of k + 1 pairs, `chains[k]` that chain.
     ends: list[int] = []
     chains: list[Any] = []
-    for i, j in candidates:
-        k = bisect.bisect_left(ends, j)
-        chain = ((i, j), chains[k - 1] if k else None)
-        ends[k : k + 1] = [j]
-        chains[k : k + 1] = [chain]
+    for i, key in enumerate(a):
+        if in_a[key] == in_b[key] == 1:
+            j = place_in_b[key]
+            k = bisect.bisect_left(ends, j)
+            ends[k : k + 1] = [j]
+            chains[k : k + 1] = [((i, j), chains[k - 1] if k else None)]
     anchors: _Pairs = []
     chain = chains[-1] if chains else None
     while chain is not None:
@@ -196,20 +178,18 @@ def _unique_anchors(a: list[Hashable], b: list[Hashable]) -> _Pairs:
 
 FAT, LOCAL, SKINNY = "fat", "local", "skinny"
 
-# What a rank takes from the reference, unpacked: a graph of 1,000,000 nodes, 28 bytes each with 2 inputs, and to spare.
-# It is also what a compressed bomb could make this rank allocate.
+# What a rank takes from the reference, unpacked: 1,000,000 nodes of 2 inputs. A bomb may not make it allocate more.
 MAX_KEYS_BYTES = 64 * 2**20
 
 _KEY_BYTES = 8
 _NO_KEY = bytes(_KEY_BYTES)  # of a node that takes no part: placeholder, get_attr, output
-_COUNT = struct.Struct("<I")
 
 # Plans that are kept of one graph, the oldest ones go. One more is made for each set of graphs that the other ranks
 # run beside it; each holds programs.
 MAX_PLANS = 16
 
 
-class PlanError(HandshakeError):
+class PlanError(_vocabulary.HandshakeError):
     """What another rank sent can't be keys or bits of this exchange, or a graph can't be planned."""
 
 
@@ -230,6 +210,7 @@ class Segment(NamedTuple):
     num_collectives: int
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Plan:
     """How one rank runs its graph after a split.
 
@@ -244,13 +225,10 @@ class Plan:
             the same segments, so that each is compiled once.
     """
 
-    __slots__ = ("compiled", "fingerprint", "program", "segments")
-
-    def __init__(self, segments: tuple[Segment, ...], fingerprint: str, program: "torch.fx.GraphModule") -> None:
-        self.segments = segments
-        self.fingerprint = fingerprint
-        self.program = program
-        self.compiled: Any = None
+    segments: tuple[Segment, ...]
+    fingerprint: str
+    program: "torch.fx.GraphModule"
+    compiled: Any = None
 
     @property
     def num_fat_collectives(self) -> int:
@@ -275,7 +253,7 @@ class Unit(NamedTuple):
     key: bytes
     values: tuple[int, ...]
     inputs: tuple[int, ...]
-    collectives: Mapping[Any, int] = {}  # noqa: RUF012 — nobody changes it
+    collectives: Mapping[Any, int] = {}
     is_pinned: bool = False
     is_barrier: bool = False
 
@@ -292,13 +270,14 @@ class OwnGraph:
     """This rank's graph, as the steps need it. The graph must not change.
 
     Attributes:
-        nodes: each node as a unit of its own, by position.
+        fx_nodes: the graph's nodes.
+        nodes: each of them as a unit of its own, by position.
         units: the nodes with those that stay with them, in graph order.
         modes: by position, for each node that changes autocast or grad mode: the positions of the entries into modes
             that are in force after it.
     """
 
-    __slots__ = ("_fx_nodes", "_graph_module", "_plans", "modes", "nodes", "units")
+    __slots__ = ("_graph_module", "_plans", "fx_nodes", "modes", "nodes", "units")
 
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str | None = None) -> None:
         """
@@ -312,9 +291,9 @@ class OwnGraph:
         import torch
 
         if not isinstance(graph_module, torch.fx.GraphModule):
-            raise HandshakeTypeError(f"expected a torch.fx.GraphModule, got {type(graph_module).__name__}")
+            raise _vocabulary.HandshakeTypeError(f"expected a torch.fx.GraphModule, got {type(graph_module).__name__}")
         self._graph_module = graph_module
-        self._fx_nodes = list(graph_module.graph.nodes)
+        self.fx_nodes = list(graph_module.graph.nodes)
         self._plans: dict[tuple[Segment, ...], Plan] = {}
         self.nodes = [
             Unit(
@@ -326,16 +305,11 @@ class OwnGraph:
                 is_barrier=item.has_effect and not _keeps_only_its_order(node),
             )
             for position, (node, item) in enumerate(
-                zip(self._fx_nodes, _graph.canonical_nodes(graph_module, group_naming(groups)), strict=True)
+                zip(self.fx_nodes, _graph.canonical_nodes(graph_module, _vocabulary.group_naming(groups)), strict=True)
             )
         ]
-        self.units = _units(self.nodes, _leaders(self._fx_nodes))
-        self.modes = _modes(self._fx_nodes)
-
-    def describe(self, positions: Iterable[int]) -> list[str]:
-        """What each value is (shape, stride, dtype, …), as text."""
-        sizes = _size_inputs(self._fx_nodes)
-        return [_describe(self._fx_nodes[position], sizes) for position in positions]
+        self.units = _units(self.nodes, _leaders(self.fx_nodes))
+        self.modes = _modes(self.fx_nodes)
 
     def plan(self, segments: tuple[Segment, ...]) -> Plan:
         """The plan of these segments: the same one each time.
@@ -343,7 +317,7 @@ class OwnGraph:
         Raises:
             PlanError: the graph has changed.
         """
-        if list(self._graph_module.graph.nodes) != self._fx_nodes:
+        if list(self._graph_module.graph.nodes) != self.fx_nodes:
             raise PlanError("the graph has other nodes than when its OwnGraph was made: compile a copy of it")
         plan = self._plans.get(segments)
         if plan is None:
@@ -376,58 +350,24 @@ def _units(nodes: Sequence[Unit], leaders: Sequence[int]) -> list[Unit]:
     return units
 
 
-# ---------------------------------------------------------------------- on the wire
-
-
 def node_keys(own: OwnGraph) -> bytes:
-    """What the other ranks need to know of this rank's graph, for `share`: some 15 bytes a node.
-
-    Raises:
-        PlanError: the graph is larger than `MAX_KEYS_BYTES` allow.
-    """
-    numbers: list[int] = []
-    previous = 0
-    for unit in own.units:
-        first = unit.values[0]
-        numbers += (first - previous, len(unit.values) - 1, len(unit.inputs))
-        numbers += [value - first for value in unit.values[1:]]
-        numbers += [first - source for source in unit.inputs]
-        previous = first
-    keys = b"".join([unit.key for unit in own.units])
-    data = _COUNT.pack(len(own.units)) + keys + struct.pack(f"<{len(numbers)}I", *numbers)
-    if len(data) > MAX_KEYS_BYTES:
-        raise PlanError(f"a graph of {len(own.nodes)} nodes is too large for a plan: its keys take {len(data)} bytes")
-    return zlib.compress(data, 1)
+    """What the other ranks need to know of this rank's graph, for `share`: some 15 bytes a node."""
+    rows = [(unit.key.hex(), unit.values, unit.inputs) for unit in own.units]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
 
 def read_keys(data: bytes) -> list[Unit]:
     """The units whose `node_keys` the reference rank shared.
 
     Raises:
-        PlanError: it can't be.
+        PlanError: they can't be keys.
     """
     try:
         inflate = zlib.decompressobj()
-        raw = inflate.decompress(data, MAX_KEYS_BYTES)
-        if not inflate.eof:
-            raise ValueError("they are cut off, or too long")
-        (count,) = _COUNT.unpack_from(raw)
-        end = _COUNT.size + count * _KEY_BYTES
-        numbers = struct.unpack(f"<{(len(raw) - end) // 4}I", raw[end:])
-        units: list[Unit] = []
-        at = first = 0
-        for start in range(_COUNT.size, end, _KEY_BYTES):
-            step, num_following, num_inputs = numbers[at : at + 3]
-            first += step
-            values = [first + distance for distance in numbers[at + 3 : at + 3 + num_following]]
-            at += 3 + num_following + num_inputs
-            inputs = [first - distance for distance in numbers[at - num_inputs : at]]
-            units.append(Unit(raw[start : start + _KEY_BYTES], (first, *values), tuple(inputs)))
-        if at != len(numbers):
-            raise ValueError(f"{len(numbers)} numbers for {count} nodes")
-    except (zlib.error, struct.error, ValueError) as error:
+        rows = json.loads(inflate.decompress(data, MAX_KEYS_BYTES))
+        return [Unit(bytes.fromhex(key), tuple(map(int, values)), tuple(map(int, inputs))) for key, values, inputs in rows]
+    except (zlib.error, ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"{len(data)} bytes are not the keys of a graph: {error}") from None
-    return units
 
 
 def _pack(bits: Sequence[bool]) -> bytes:
@@ -441,9 +381,6 @@ def _unpack(data: bytes, count: int) -> list[bool]:
     if len(data) != (count + 7) // 8 or number >> count:
         raise PlanError(f"{len(data)} bytes are not {count} bits")
     return [bit == "1" for bit in reversed(f"{number:0{count}b}")][:count]
-
-
-# ---------------------------------------------------------------------- step 1: the common places
 
 
 def match(reference: Sequence[Unit], units: Sequence[Unit]) -> list[int]:
@@ -491,16 +428,13 @@ def _release_preparations(units: Sequence[Unit], matched: list[int]) -> None:
 
 
 def follow(reference: Sequence[Unit], units: Sequence[Unit]) -> tuple[Sequence[Unit], list[int]]:
-    """This rank's units, in an order that has more in common with the reference's if there is one; and their `match`."""
+    """This rank's units, in an order that has more in common with the reference's if there is one; and their
+    `match`."""
     matched = match(reference, units)
-    to_own: dict[int, int] = {}
-    for place, index in enumerate(matched):
-        if index >= 0:
-            to_own.update(zip(reference[place].values, units[index].values, strict=True))
-    unmatched = set(range(len(units))).difference(matched)
+    to_own = {there: here for there, here in _to_own(reference, units, matched).items() if here >= 0}
     movable = {
         (units[index].key, units[index].inputs): index
-        for index in sorted(unmatched)
+        for index in sorted(set(range(len(units))).difference(matched))
         if units[index].takes_part and not units[index].is_pinned
     }
     wishes: dict[int, tuple[int, int]] = {}
@@ -526,51 +460,31 @@ def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[
     """All indexes, in an order that values, effects and barriers allow. One with a wish `(other, number)` goes as near
     as it can to right behind the other one, by number if several do; what has none stays where it was."""
     index_of = {value: index for index, unit in enumerate(units) for value in unit.values}
-    unblocks: list[list[int]] = [[] for _ in units]
-    num_blocking: list[int] = []
+    sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
     effect = barrier = -1
     for index, unit in enumerate(units):
-        blocking = {barrier, *[index_of[source] for source in unit.inputs]}
+        before = {barrier, *[index_of[source] for source in unit.inputs]}
         if unit.is_pinned:
-            blocking.add(effect)
+            before.add(effect)
             effect = index
         if unit.is_barrier:
-            blocking.update(range(barrier + 1, index))
+            before.update(range(barrier + 1, index))
             barrier = index
-        blocking.discard(-1)
-        num_blocking.append(len(blocking))
-        for other in blocking:
-            unblocks[other].append(index)
-    ready = [(wishes.get(index, (index, -1)), index) for index, number in enumerate(num_blocking) if not number]
-    heapq.heapify(ready)
+        sorter.add(index, *(before - {-1}))
+    sorter.prepare()
+    ready: list[tuple[tuple[int, int], int]] = []
     order: list[int] = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for other in unblocks[index]:
-            num_blocking[other] -= 1
-            if not num_blocking[other]:
-                heapq.heappush(ready, (wishes.get(other, (other, -1)), other))
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (wishes.get(index, (index, -1)), index))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
-
-
-def bitmap(matched: Sequence[int]) -> bytes:
-    """One bit a place: whether it matched. For the first `intersect`."""
-    return _pack([index >= 0 for index in matched])
-
-
-def restrict(matched: Sequence[int], common: bytes) -> list[int]:
-    """`matched`, but only where every rank's place matched (`common`, as `intersect` gave it)."""
-    bits = _unpack(common, len(matched))
-    return [index if bit else -1 for index, bit in zip(matched, bits, strict=True)]
-
-
-# ---------------------------------------------------------------------- step 2: what this rank needs
 
 
 def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> bytes:
     """For the second `intersect`, one bit a place: it may follow the place before it at once; then one bit a value of
-    each place: nothing of this rank's own reads it. `matched` is what `restrict` gave."""
+    each place: nothing of this rank's own reads it. `matched` is what `match` gave, for common places only."""
     place_of = _places(matched)
     moves = frozenset().union(*_moves(units, place_of))
     joined = [True] * len(matched)
@@ -584,8 +498,7 @@ def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Seque
         else:
             read.update(unit.inputs)
             something_between |= unit.takes_part and index not in moves
-    unread = [index < 0 or units[index].values[number] not in read for index, number in _values(reference, matched)]
-    return _pack(joined + unread)
+    return _pack(joined + [here not in read for here in _to_own(reference, units, matched).values()])
 
 
 def _places(matched: Sequence[int]) -> dict[int, int]:
@@ -593,11 +506,13 @@ def _places(matched: Sequence[int]) -> dict[int, int]:
     return {index: place for place, index in enumerate(matched) if index >= 0}
 
 
-def _values(reference: Sequence[Unit], matched: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Each value of the places in turn, as `(index of the unit or -1, number of the value in it)`."""
-    for unit, index in zip(reference, matched, strict=True):
-        for number in range(len(unit.values)):
-            yield index, number
+def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> dict[int, int]:
+    """The value of this rank for each value of the places in turn; -1 where the place did not match."""
+    return {
+        there: units[index].values[number] if index >= 0 else -1
+        for unit, index in zip(reference, matched, strict=True)
+        for number, there in enumerate(unit.values)
+    }
 
 
 def _can_run_first(units: Sequence[Unit], common: Collection[int] = ()) -> set[int]:
@@ -633,9 +548,6 @@ def _moves(units: Sequence[Unit], common: Collection[int]) -> tuple[set[int], se
     return first, last
 
 
-# ---------------------------------------------------------------------- step 3: the plan
-
-
 def make_segments(
     reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int], agreed: bytes
 ) -> tuple[Segment, ...] | None:
@@ -644,11 +556,11 @@ def make_segments(
     Args:
         reference: the reference rank's units.
         units: this rank's units.
-        matched: what `restrict` gave.
+        matched: what `match` gave, for common places only.
         agreed: all ranks' `constraints`, intersected.
     """
-    values = list(_values(reference, matched))
-    bits = _unpack(agreed, len(matched) + len(values))
+    to_own = _to_own(reference, units, matched)
+    bits = _unpack(agreed, len(matched) + len(to_own))
     runs = _fat_runs(units, matched, bits)
     if not runs:
         return None
@@ -656,11 +568,7 @@ def make_segments(
     run_of_value = {value: number for index, number in run_of.items() for value in units[index].values}
     place_of = _places(matched)
     # What leaves its run: what some rank's own units read, and what common ones outside of the run read.
-    leaving = {
-        units[index].values[number]
-        for (index, number), is_unread in zip(values, bits[len(matched) :], strict=True)
-        if index >= 0 and not is_unread
-    }
+    leaving = {here for here, is_unread in zip(to_own.values(), bits[len(matched) :], strict=True) if not is_unread}
     for index in place_of:
         leaving.update([value for value in units[index].inputs if run_of_value.get(value) != run_of.get(index)])
 
@@ -672,9 +580,19 @@ def make_segments(
             here = run_of[index] + 1
         elif unit.takes_part:
             around[0 if index in first else -1 if index in last else here].append(unit)
+
     segments = _separate(around[0])
+    to_reference = {here: there for there, here in to_own.items()}
     for run, behind in zip(runs, around[1:], strict=True):
-        positions = _as_in_reference(reference, units, [(place_of[index], index) for index in run])
+        # As in the reference's graph, where waits may lie far behind their collectives; but a wait goes behind no
+        # barrier that lies behind its collective.
+        placed: list[tuple[int, int, int]] = []
+        num_barriers = 0
+        for unit in [units[index] for index in run]:
+            num_barriers += unit.is_barrier
+            placed += [(num_barriers, to_reference[value], value) for value in unit.values]
+            num_barriers += unit.is_barrier
+        positions = tuple([value for _, _, value in sorted(placed)])
         outputs = tuple([position for position in positions if position in leaving])
         segments.append(Segment(FAT, positions, outputs, sum(units[index].num_collectives for index in run)))
         segments += _separate(behind)
@@ -692,23 +610,6 @@ def _fat_runs(units: Sequence[Unit], matched: Sequence[int], joined: Sequence[bo
             runs[-1].append(index)
     collectives = [sum(units[index].num_collectives for index in run) for run in runs]
     return [run for run, number in zip(runs, collectives, strict=True) if number > 1 or (number and len(run) > 1)]
-
-
-def _as_in_reference(
-    reference: Sequence[Unit], units: Sequence[Unit], run: Iterable[tuple[int, int]]
-) -> tuple[int, ...]:
-    """The positions of a run's nodes, ordered as in the reference's graph, where waits may lie far behind their
-    collectives; but no wait goes behind a barrier that lies behind its collective."""
-    placed: list[tuple[int, int, int]] = []
-    num_barriers = 0
-    for place, index in run:
-        num_barriers += units[index].is_barrier
-        placed += [
-            (num_barriers, there, here)
-            for there, here in zip(reference[place].values, units[index].values, strict=True)
-        ]
-        num_barriers += units[index].is_barrier
-    return tuple([here for _, _, here in sorted(placed)])
 
 
 def _separate(units: Iterable[Unit]) -> list[Segment]:
@@ -738,6 +639,7 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
     first use: their identity, exact or by role, is in the content of the collectives.
     """
     digest = hashlib.blake2b(digest_size=16)
+    sizes = _size_inputs(own.fx_nodes)
     fat_groups = list(
         dict.fromkeys(
             group
@@ -771,16 +673,13 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
         content = (
             [node.key for node in nodes],
             wiring,
-            own.describe(outside),
+            [_describe(own.fx_nodes[position], sizes) for position in outside],
             [inside[position] for position in segment.outputs],
             [own.nodes[entry].key for entry in entries],
             before,
         )
         digest.update(repr(content).encode())
     return digest.hexdigest()
-
-
-# ---------------------------------------------------------------------- step 4: with the other ranks
 
 
 def agree_on_plan(
@@ -808,7 +707,7 @@ def agree_on_plan(
             the plan now, so going on skinny could hang.
     """
     if not isinstance(exchange, Exchange):
-        raise HandshakeTypeError(
+        raise _vocabulary.HandshakeTypeError(
             f"agree_on_plan needs the exchange of a ticket, got {type(exchange).__name__}; where Ticket.exchange is "
             "None there are no rounds, and the graph runs skinny"
         )
@@ -820,7 +719,7 @@ def agree_on_plan(
         reason = f"no plan on rank {exchange.rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the coordinator itself may be what failed
             exchange.abort(reason)
-        if isinstance(error, HandshakeConfigError) or not isinstance(error, Exception):
+        if isinstance(error, _vocabulary.HandshakeConfigError) or not isinstance(error, Exception):
             raise
         _LOG.warning("handshake: %s; the graph runs skinny", reason, exc_info=True)
         return None
@@ -837,10 +736,11 @@ def _common_plan(exchange: "Exchange", own: OwnGraph) -> Plan | None:
         return None
     reference = read_keys(keys)
     units, matched = follow(reference, own.units)
-    common = exchange.intersect(bitmap(matched))
+    common = exchange.intersect(_pack([index >= 0 for index in matched]))
     if common is None:
         return None
-    matched = restrict(matched, common)
+    is_common = _unpack(common, len(matched))
+    matched = [index if bit else -1 for index, bit in zip(matched, is_common, strict=True)]
     agreed = exchange.intersect(constraints(reference, units, matched))
     if agreed is None:
         return None
@@ -849,9 +749,6 @@ def _common_plan(exchange: "Exchange", own: OwnGraph) -> Plan | None:
         exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
         return None
     return own.plan(segments)
-
-
-# ---------------------------------------------------------------------- reading nodes
 
 
 def _takes_part(node: "torch.fx.Node") -> bool:
@@ -864,26 +761,16 @@ def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
     A `getitem` stays with the node that returns the tuple, so that no tuple crosses a boundary. A wait stays with its
     collective: compilers that turn both into one program look for them in one graph. Neither reads anything else.
     """
-    import torch
-
-    waits: set[Any] = set()
-    for namespace in (torch.ops._c10d_functional, torch.ops.c10d_functional):
-        if hasattr(namespace, "wait_tensor"):  # the second is registered only where it is used
-            waits |= {namespace.wait_tensor, namespace.wait_tensor.default}
     positions = {node: position for position, node in enumerate(nodes)}
     leaders = list(range(len(nodes)))
     for position, node in enumerate(nodes):
-        if node.op != "call_function" or not (node.target is operator.getitem or node.target in waits):
+        is_wait = getattr(node.target, "__name__", "").partition(".")[0] == "wait_tensor"
+        sources = node.all_input_nodes
+        if node.op != "call_function" or not (is_wait or node.target is operator.getitem) or len(sources) != 1:
             continue
-        source, *more = node.all_input_nodes
-        leader = leaders[positions[source]]
-        if more or not _takes_part(source):
-            continue
-        if node.target is not operator.getitem:
-            stays = _graph.is_collective(nodes[leader])
-        else:
-            stays = isinstance(_value(source), (tuple, list)) or _graph.is_collective(source)
-        if stays:
+        leader = leaders[positions[sources[0]]]
+        returns_tuple = not is_wait and isinstance(_value(sources[0]), (tuple, list))
+        if _takes_part(sources[0]) and (returns_tuple or _graph.is_collective(nodes[leader] if is_wait else sources[0])):
             leaders[position] = leader
     return leaders
 
@@ -951,15 +838,12 @@ def _describe(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> str:
     import torch
 
     value = _value(node)
-    if not isinstance(value, torch.Tensor):
-        text = f"{type(value).__name__} {value}"
-    else:
+    if isinstance(value, torch.Tensor):
         layout = list(value.stride()) if value.layout is torch.strided else value.layout
         text = f"{value.dtype} {list(value.shape)} {layout} {value.device.type}"
+    else:
+        text = f"{type(value).__name__} {value}"
     return f"{text} {[str(_value(placeholder)) for placeholder in _read_sizes(node, sizes)]}"
-
-
-# ---------------------------------------------------------------------- splitting
 
 
 def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule":
@@ -968,17 +852,13 @@ def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule"
 
     A node whose nested body holds collectives is such a submodule too. See `Plan.program` for the rest.
     """
-    nodes = list(graph_module.graph.nodes)
-    leaders = _leaders(nodes)
-    members: dict[int, list[int]] = {}
-    for position, leader in enumerate(leaders):
-        members.setdefault(leader, []).append(position)
-    units = [
-        Unit(b"", tuple(values), (), _graph.node_collectives(nodes[leader]))
-        for leader, values in members.items()
-        if _takes_part(nodes[leader])
+    fx_nodes = list(graph_module.graph.nodes)
+    nodes = [
+        Unit(b"", (position,), (), _graph.node_collectives(node)) if _takes_part(node) else Unit(_NO_KEY, (), ())
+        for position, node in enumerate(fx_nodes)
     ]
-    return _split(graph_module, _separate(units), _modes(nodes))
+    units = [unit for unit in _units(nodes, _leaders(fx_nodes)) if unit.takes_part]
+    return _split(graph_module, _separate(units), _modes(fx_nodes))
 
 
 def _split(
@@ -1012,6 +892,9 @@ def _split(
     # The graph's nodes, as nodes of `whole`.
     values = {node: whole.node_copy(node) for node in nodes if node.op == "placeholder"}
 
+    def held(attribute: torch.fx.Node) -> Any:
+        return operator.attrgetter(str(attribute.target))(graph_module)
+
     def value_of(node: torch.fx.Node) -> torch.fx.Node:
         if node not in values:  # an attribute: a node of `whole` where it is first read
             values[node] = whole.node_copy(node)
@@ -1026,7 +909,7 @@ def _split(
             for source in node.all_input_nodes:
                 if segment_of.get(source) != number and source not in entries:
                     read.update(dict.fromkeys((source, *_read_sizes(source, sizes))))
-        attributes = [node for node in read if _is_module(graph_module, node)]
+        attributes = [node for node in read if node.op == "get_attr" and isinstance(held(node), torch.nn.Module)]
         arguments = [node for node in read if node not in attributes]
 
         part = torch.fx.Graph()
@@ -1065,14 +948,8 @@ def _split(
     whole.output(torch.fx.map_arg(output.args[0], value_of)).meta = dict(output.meta)
 
     for node in whole.find_nodes(op="get_attr"):
-        root[str(node.target)] = operator.attrgetter(str(node.target))(graph_module)
+        root[str(node.target)] = held(node)
     return _LazyGraphModule(root, whole)
-
-
-def _is_module(graph_module: "torch.fx.GraphModule", node: "torch.fx.Node") -> bool:
-    import torch
-
-    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(graph_module), torch.nn.Module)
 
 
 # ====================================================================== the rounds
@@ -1089,40 +966,21 @@ MAX_OPEN_EXCHANGES = 4096
 _YES, _NO = b"\x01", b"\x00"
 
 
-class Settled(Protocol):
-    """One vote of a component that was split, as the coordinator has it.
-
-    Attributes:
-        number: the rank's own number of the vote; they rise.
-        spans: `(line, start, end)`; a group has one line, whose `ranks` are the group's.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def spans(self) -> Sequence[tuple[Any, int, int]]: ...
-
-
 Reply = tuple[int, int, int, bytes]  # rank, its number of the vote, step, payload
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Open:
     """An open exchange."""
 
-    __slots__ = ("bitmap", "deadline", "digests", "heard", "num_bytes", "numbers", "reference", "step")
-
-    def __init__(self, numbers: dict[int, int], reference: int, deadline: float) -> None:
-        self.numbers = numbers  # of its ranks: by which number each knows it
-        self.reference = reference
-        self.deadline = deadline
-        self.step = SHARE
-        self.heard: set[int] = set()  # in this step
-        self.bitmap = self.num_bytes = 0
-        self.digests: set[bytes] = set()
+    numbers: dict[int, int]  # of its ranks: the number by which each knows it
+    reference: int
+    deadline: float
+    step: int = SHARE
+    heard: set[int] = dataclasses.field(default_factory=set)  # in this step
+    bitmap: int = 0
+    num_bytes: int = 0
+    digests: set[bytes] = dataclasses.field(default_factory=set)
 
     def to_all(self, step: int, payload: bytes, but: int | None = None) -> list[Reply]:
         return [(rank, number, step, payload) for rank, number in self.numbers.items() if rank != but]
@@ -1154,7 +1012,7 @@ class Rounds:
         self._open: dict[_Open, None] = {}  # the oldest first
         self._of_rank: dict[int, dict[int, _Open]] = {}  # by rank and its number
 
-    def settled(self, votes: Sequence[Settled], now: float) -> list[Reply]:
+    def settled(self, votes: Sequence[Any], now: float) -> list[Reply]:
         """Opens an exchange between all votes of one component, which was split; or says why it can't."""
         numbers = {vote.rank: vote.number for vote in votes}
         why_not = "a rank takes part with two graphs" if len(numbers) < len(votes) else self._why_not(votes)
@@ -1168,7 +1026,7 @@ class Rounds:
             self._of_rank.setdefault(rank, {})[number] = exchange
         return exchange.to_all(START, reference.to_bytes(4, "big"))
 
-    def _why_not(self, votes: Sequence[Settled]) -> str:
+    def _why_not(self, votes: Sequence[Any]) -> str:
         came: dict[tuple[int, int, int], set[int]] = {}
         lines: dict[int, Any] = {}
         for vote in votes:
@@ -1179,7 +1037,7 @@ class Rounds:
                 came.setdefault((id(line), start, end), set()).add(vote.rank)
         if any(len(lines[line].ranks) > len(ranks) for (line, _, _), ranks in came.items()):
             absent = {rank for line in lines.values() for rank in line.ranks}.difference(vote.rank for vote in votes)
-            return f"{format_ranks(absent)} not in it" if absent else "spans differ"
+            return f"{_vocabulary.format_ranks(absent)} not in it" if absent else "spans differ"
         return "too many exchanges are open" if len(self._open) >= MAX_OPEN_EXCHANGES else ""
 
     def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Reply]:
@@ -1228,7 +1086,7 @@ class Rounds:
         replies: list[Reply] = []
         for exchange in [exchange for exchange in self._open if exchange.deadline <= now]:
             late = {exchange.reference} if exchange.step == SHARE else exchange.numbers.keys() - exchange.heard
-            replies += self._call_off(exchange, f"{format_ranks(late)} did not come in time")
+            replies += self._call_off(exchange, f"{_vocabulary.format_ranks(late)} did not come in time")
         return replies
 
     def next_deadline(self) -> float | None:
@@ -1293,7 +1151,7 @@ class Exchange:
         if self.rank != self._reference:
             return self._receive(SHARE)
         if payload is None:
-            raise HandshakeConfigError("the reference rank must give a payload")
+            raise _vocabulary.HandshakeConfigError("the reference rank must give a payload")
         if len(payload) > MAX_SHARED_BYTES:
             self.abort(f"the reference graph's keys take {len(payload)} bytes")
         self._send(SHARE, payload)
@@ -1309,7 +1167,7 @@ class Exchange:
         # An exception on the way leaves it open what the others were told: they may run the plan. So nobody may take
         # this exchange for one that was called off.
         self.is_undecided = True
-        self._send(AGREE, fingerprint_digest(fingerprint))
+        self._send(AGREE, _vocabulary.fingerprint_digest(fingerprint))
         answer = self._receive(AGREE)
         self.is_undecided = False
         self._end()
@@ -1340,7 +1198,7 @@ class Exchange:
             self._end()
             return None
         if step != expected:
-            raise HandshakeProtocolError(f"the coordinator sent step {step} of an exchange in place of step {expected}")
+            raise _vocabulary.HandshakeProtocolError(f"step {step} of an exchange in place of step {expected}")
         return payload
 
     def _end(self) -> None:

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -416,19 +417,22 @@ def test_keys_that_are_none_are_refused():
     keys = _graph_plan.node_keys(_graph_plan.OwnGraph(made(lambda x: reduce(x.sin()) + x, matrix())))
     generator = random.Random(4)
     damaged = [keys[:length] for length in range(len(keys))]
-    damaged += [keys + b"x", b"\xff" * 40, b""]
+    damaged += [b"\xff" * 40, b""]
     for _ in range(300):
         place = generator.randrange(len(keys))
         damaged.append(keys[:place] + bytes([keys[place] ^ (1 << generator.randrange(8))]) + keys[place + 1 :])
-    refused = 0
+    for row in (["0", [0], []], ["00" * 8, [0]], ["00" * 8, None, []], ["00" * 8, ["x"], []], 3, None):
+        damaged.append(zlib.compress(json.dumps([row]).encode()))
+    damaged.append(zlib.compress(b"[" * 100_000))
     for data in damaged:
-        try:
-            units = _graph_plan.read_keys(data)
-        except _graph_plan.PlanError:
-            refused += 1
-        else:
-            assert all(len(unit.key) == 8 and unit.values for unit in units)  # only numbers or keys were damaged
-    assert refused > len(keys)
+        with pytest.raises(_graph_plan.PlanError):
+            _graph_plan.read_keys(data)
+
+
+def test_keys_that_unpack_to_no_end_are_refused(monkeypatch):
+    monkeypatch.setattr(_graph_plan, "MAX_KEYS_BYTES", 1000)
+    with pytest.raises(_graph_plan.PlanError):
+        _graph_plan.read_keys(zlib.compress(json.dumps([["00" * 8, [0], []]] * 1000).encode()))
 
 
 # ---------------------------------------------------------------------- random programs
@@ -529,7 +533,7 @@ class Program:
             own.nodes, [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
         )
         own.modes = {}
-        own._fx_nodes = [torch.fx.Graph().placeholder("tensor")] * len(ops)
+        own.fx_nodes = [torch.fx.Graph().placeholder("tensor")] * len(ops)
         return own
 
 
@@ -541,8 +545,9 @@ def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
     """What `agree_on_plan` does, without the rounds, and without making programs."""
     keys = _graph_plan.read_keys(_graph_plan.node_keys(graphs[reference]))
     ordered, matched = zip(*[_graph_plan.follow(keys, graph.units) for graph in graphs], strict=True)
-    common = conjunction([_graph_plan.bitmap(each) for each in matched])
-    matched = [_graph_plan.restrict(each, common) for each in matched]
+    common = conjunction([_graph_plan._pack([index >= 0 for index in each]) for each in matched])
+    bits = _graph_plan._unpack(common, len(keys))
+    matched = [[index if bit else -1 for index, bit in zip(each, bits, strict=True)] for each in matched]
     agreed = conjunction(
         [_graph_plan.constraints(keys, units, each) for units, each in zip(ordered, matched, strict=True)]
     )
@@ -664,8 +669,8 @@ def test_fingerprint_tells_fat_segments_apart(what):
             elif what == "outputs":
                 segments[0] = fat._replace(outputs=fat.outputs[1:])
             elif what == "value":
-                graph._fx_nodes = [torch.fx.Graph().placeholder("size") for _ in graph.nodes]
-                for number, each in enumerate(graph._fx_nodes):
+                graph.fx_nodes = [torch.fx.Graph().placeholder("size") for _ in graph.nodes]
+                for number, each in enumerate(graph.fx_nodes):
                     each.meta["val"] = number
             elif what == "mode":
                 graph.modes = {-1: (0,)}
