@@ -2,9 +2,8 @@
 """Keeps fat what ranks have in common, when their graphs differ.
 
 After a split one rank of the component, the reference, shares its graph: what each node is, as a key, and what it
-reads (`node_keys`). From then on the ranks speak of *places*: a place is one unit of the reference's graph. A *unit* is
-a node with the nodes that stay with it: each `getitem` of its result, and the waits for a collective. Four steps lead
-to a plan:
+reads. A *unit* is a node with those that stay with it: each `getitem` of its result, and the waits for a collective. A
+*place* is a unit of the reference's graph; of places all ranks can speak. Four steps lead to a plan:
 
 1. `match`: each rank aligns its own units with the reference's. Units match when their own content is equal and they
    read values that correspond. Where the order of independent units is all that differs, a rank takes the reference's
@@ -24,10 +23,8 @@ has. Little else moves: a wait to its collective, or as far behind it as in the 
 only inputs or only this rank's outputs need it, before the first or after the last segment instead of cutting one. None
 goes past what it reads or is read by, nor past a mutation or a change of autocast or grad mode.
 
-The file has three parts: the alignment of two sequences; the plan; and the rounds in which ranks find it, as the
-coordinator keeps them (`Rounds`) and as a rank goes through them (`Exchange`).
-
-Torch is imported inside the functions that need it.
+Three parts: the alignment of two sequences; the plan; and the rounds in which ranks find it, on the coordinator
+(`Rounds`) and on a rank (`Exchange`). Torch is imported inside the functions that need it.
 """
 
 import bisect
@@ -277,8 +274,6 @@ class OwnGraph:
             that are in force after it.
     """
 
-    __slots__ = ("_graph_module", "_plans", "fx_nodes", "modes", "nodes", "units")
-
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str | None = None) -> None:
         """
         Args:
@@ -357,16 +352,17 @@ def node_keys(own: OwnGraph) -> bytes:
 
 
 def read_keys(data: bytes) -> list[Unit]:
-    """The units whose `node_keys` the reference rank shared.
-
-    Raises:
-        PlanError: they can't be keys.
-    """
+    """The units whose `node_keys` the reference rank shared. Raises PlanError if they can't be."""
     try:
         inflate = zlib.decompressobj()
-        rows = json.loads(inflate.decompress(data, MAX_KEYS_BYTES))
-        return [Unit(bytes.fromhex(key), tuple(map(int, values)), tuple(map(int, inputs))) for key, values, inputs in rows]
-    except (zlib.error, ValueError, TypeError, RecursionError) as error:
+        text = inflate.decompress(data, MAX_KEYS_BYTES)
+        if not inflate.eof:
+            raise ValueError("they are cut off, or too long")
+        return [
+            Unit(bytes.fromhex(key), tuple(map(int, values)), tuple(map(int, inputs)))
+            for key, values, inputs in json.loads(text)
+        ]
+    except (zlib.error, ArithmeticError, ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"{len(data)} bytes are not the keys of a graph: {error}") from None
 
 
@@ -551,14 +547,8 @@ def _moves(units: Sequence[Unit], common: Collection[int]) -> tuple[set[int], se
 def make_segments(
     reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int], agreed: bytes
 ) -> tuple[Segment, ...] | None:
-    """The plan's segments, or None where no run of common places is worth a fat one; None on all ranks then.
-
-    Args:
-        reference: the reference rank's units.
-        units: this rank's units.
-        matched: what `match` gave, for common places only.
-        agreed: all ranks' `constraints`, intersected.
-    """
+    """The plan's segments, or None where no run of common places is worth a fat one; None on all ranks then. `agreed`
+    are all ranks' `constraints`, intersected."""
     to_own = _to_own(reference, units, matched)
     bits = _unpack(agreed, len(matched) + len(to_own))
     runs = _fat_runs(units, matched, bits)
@@ -633,52 +623,36 @@ def _separate(units: Iterable[Unit]) -> list[Segment]:
 def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
     """The digest that all ranks have to share before a fat segment may run.
 
-    For each fat segment: its nodes' content, and for each input which node of the segment it is or which value from
-    outside, numbered by first use; what those values are; which values leave; the autocast and grad mode around it;
-    and how many collectives the rank issues before it on each group that fat segments use. Groups are numbered by
-    first use: their identity, exact or by role, is in the content of the collectives.
+    For each fat segment: its nodes' content; for each input which node of the segment it is, or which value from
+    outside, numbered by first use; for each collective how many the rank issues before it on its groups, whose
+    identity, exact or by role, is in the content; what the values from outside are; which values leave; and the autocast
+    and grad mode around it.
     """
     digest = hashlib.blake2b(digest_size=16)
     sizes = _size_inputs(own.fx_nodes)
-    fat_groups = list(
-        dict.fromkeys(
-            group
-            for segment in segments
-            if segment.kind == FAT
-            for position in segment.positions
-            for group in own.nodes[position].collectives
-        )
-    )
     issued: Counter[Any] = Counter()
     for segment in segments:
-        nodes = [own.nodes[position] for position in segment.positions]
-        before = [issued[group] for group in fat_groups]
-        for node in nodes:
-            issued.update(node.collectives)
-        if segment.kind != FAT:
-            continue
         inside: dict[int, int] = {}
         outside: dict[int, int] = {}
-        wiring = []
-        for node in nodes:
-            wiring.append(
-                [
-                    inside[source] if source in inside else ~outside.setdefault(source, len(outside))
-                    for source in node.inputs
-                ]
+        nodes = []
+        for position in segment.positions:
+            key, _, inputs, collectives, *_ = own.nodes[position]
+            wiring = [
+                inside[source] if source in inside else ~outside.setdefault(source, len(outside)) for source in inputs
+            ]
+            inside[position] = len(inside)
+            nodes.append((key, wiring, [issued[group] for group in collectives]))
+            issued.update(collectives)
+        if segment.kind == FAT:
+            last_change = max((change for change in own.modes if change < segment.positions[0]), default=None)
+            entries = () if last_change is None else own.modes[last_change]
+            content = (
+                nodes,
+                [_describe(own.fx_nodes[position], sizes) for position in outside],
+                [inside[position] for position in segment.outputs],
+                [own.nodes[entry].key for entry in entries],
             )
-            inside[node.values[0]] = len(inside)
-        last_change = max((change for change in own.modes if change < segment.positions[0]), default=None)
-        entries = () if last_change is None else own.modes[last_change]
-        content = (
-            [node.key for node in nodes],
-            wiring,
-            [_describe(own.fx_nodes[position], sizes) for position in outside],
-            [inside[position] for position in segment.outputs],
-            [own.nodes[entry].key for entry in entries],
-            before,
-        )
-        digest.update(repr(content).encode())
+            digest.update(repr(content).encode())
     return digest.hexdigest()
 
 
@@ -769,8 +743,9 @@ def _leaders(nodes: Sequence["torch.fx.Node"]) -> list[int]:
         if node.op != "call_function" or not (is_wait or node.target is operator.getitem) or len(sources) != 1:
             continue
         leader = leaders[positions[sources[0]]]
-        returns_tuple = not is_wait and isinstance(_value(sources[0]), (tuple, list))
-        if _takes_part(sources[0]) and (returns_tuple or _graph.is_collective(nodes[leader] if is_wait else sources[0])):
+        stays = _graph.is_collective(nodes[leader] if is_wait else sources[0])
+        stays |= not is_wait and isinstance(_value(sources[0]), (tuple, list))
+        if stays and _takes_part(sources[0]):
             leaders[position] = leader
     return leaders
 
@@ -957,14 +932,13 @@ def _split(
 # Steps of an exchange. A rank's START frame holds the reference rank, 4 bytes; ABORT goes both ways, with a reason.
 START, SHARE, INTERSECT, AGREE, ABORT = range(1, 6)
 
-# The reference's keys: 1,000,000 nodes.
+# The reference's keys: of some 500,000 nodes.
 MAX_SHARED_BYTES = 16 * 2**20
 MAX_REASON_BYTES = 1024
 # In a job of 8,192 ranks that are split in pairs, all at once.
 MAX_OPEN_EXCHANGES = 4096
 
 _YES, _NO = b"\x01", b"\x00"
-
 
 Reply = tuple[int, int, int, bytes]  # rank, its number of the vote, step, payload
 
@@ -987,8 +961,8 @@ class _Open:
 
 
 class Rounds:
-    """The coordinator's side of all exchanges. It knows no socket, no clock and no thread: times are in seconds, of any
-    one clock, and what it returns is to be sent.
+    """The coordinator's side of all exchanges. It knows no socket, no clock and no thread: times are in seconds, and what
+    it returns is to be sent. An exchange may last `timeout_s`.
 
     The ranks of a split component are answered together, so an exchange begins with all of them, and goes on in steps:
 
@@ -1004,16 +978,16 @@ class Rounds:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """
-        Args:
-            timeout_s: how long an exchange may take.
-        """
         self._timeout_s = timeout_s
         self._open: dict[_Open, None] = {}  # the oldest first
         self._of_rank: dict[int, dict[int, _Open]] = {}  # by rank and its number
 
     def settled(self, votes: Sequence[Any], now: float) -> list[Reply]:
-        """Opens an exchange between all votes of one component, which was split; or says why it can't."""
+        """Opens an exchange between the votes of one component, all of them, as it was split; or says why it can't.
+
+        A vote has a `rank`, the rank's own `number` of it (they rise), a `digest`, and `spans`: each `(line, start, end)`,
+        a group having one line, whose `ranks` are the group's.
+        """
         numbers = {vote.rank: vote.number for vote in votes}
         why_not = "a rank takes part with two graphs" if len(numbers) < len(votes) else self._why_not(votes)
         if why_not:
@@ -1076,10 +1050,8 @@ class Rounds:
 
     def drop_rank(self, rank: int, now: float) -> list[Reply]:
         """A rank is gone."""
-        replies: list[Reply] = []
-        for exchange in list(self._of_rank.get(rank, {}).values()):
-            replies += self._call_off(exchange, f"rank {rank} is gone", but=rank)
-        return replies
+        exchanges = list(self._of_rank.get(rank, {}).values())
+        return [reply for each in exchanges for reply in self._call_off(each, f"rank {rank} is gone", but=rank)]
 
     def tick(self, now: float) -> list[Reply]:
         """Calls off the exchanges whose time is up."""
@@ -1151,7 +1123,7 @@ class Exchange:
         if self.rank != self._reference:
             return self._receive(SHARE)
         if payload is None:
-            raise _vocabulary.HandshakeConfigError("the reference rank must give a payload")
+            raise _vocabulary.HandshakeConfigError("the reference rank must share its keys")
         if len(payload) > MAX_SHARED_BYTES:
             self.abort(f"the reference graph's keys take {len(payload)} bytes")
         self._send(SHARE, payload)
