@@ -55,10 +55,10 @@ _LOG = logging.getLogger("torch_tpu.handshake")
 
 # ====================================================================== alignment
 
-# Time and memory of Myers' algorithm grow with the square of the edits: 256 took 20 ms.
+# Time grows with the edits that are looked for: with 256, sequences of 10,000 keys of 100 kinds take some 50 ms.
 DEFAULT_MAX_EDITS = 256
-# Edits that one window looks ahead: a run of added items longer than this may be aligned badly there.
-_WINDOW_EDITS = 64
+# By how much longer one side may be for all pairs to be looked for. Bounds the time; 30 layers of 100 nodes are found.
+_MAX_SKEW = 4096
 
 _Pairs = list[tuple[int, int]]
 
@@ -66,16 +66,9 @@ _Pairs = list[tuple[int, int]]
 def align(a_keys: Sequence[Hashable], b_keys: Sequence[Hashable], max_edits: int = DEFAULT_MAX_EDITS) -> _Pairs:
     """The pairs `(i, j)` of positions that match, strictly ascending in both, with `a_keys[i] == b_keys[j]`.
 
-    The common prefix and suffix match, and items whose key the other side lacks match nothing. Between them, Myers'
-    algorithm (An O(ND) difference algorithm and its variations, Algorithmica 1, 1986) finds the most pairs. If that
-    takes too many edits, keys that occur once on both sides are matched first, and the gaps between them are searched
-    `_WINDOW_EDITS` edits at a time. That is no longer the most, but takes time linear in the length.
-
-    Args:
-        a_keys: one side's keys.
-        b_keys: the other side's keys.
-        max_edits: as long as the sides are at most this many edits apart (items to leave out on either side, not
-            counting those whose key the other side lacks), as many pairs as possible are found.
+    As many as there can be, as long as the sides are at most `max_edits` edits apart: items to leave out on either
+    side, not counting those whose key the other side lacks. Past that, keys that occur once on both sides are matched
+    first, and the gaps between them searched; that may not be the most, but time stays linear in the length.
     """
     a, b = list(a_keys), list(b_keys)
     start = _common_prefix(a, b)
@@ -97,78 +90,52 @@ def _common_prefix(a: list[Hashable], b: list[Hashable]) -> int:
 
 
 def _align_middle(a: list[Hashable], b: list[Hashable], max_edits: int) -> _Pairs:
-    pairs, end = _follow_edits(a, b, (0, 0), (len(a), len(b)), max_edits)
-    if end == (len(a), len(b)):
-        return pairs
-    pairs = []
-    at = (0, 0)
-    for anchor in [*_unique_anchors(a, b), (len(a), len(b))]:
-        while at[0] < anchor[0] and at[1] < anchor[1]:
-            found, at = _follow_edits(a, b, at, anchor, _WINDOW_EDITS)
-            pairs += found
-        if anchor[0] < len(a):
-            pairs.append(anchor)
-        at = (anchor[0] + 1, anchor[1] + 1)
-    return pairs
-
-
-def _follow_edits(
-    a: list[Hashable], b: list[Hashable], start: tuple[int, int], end: tuple[int, int], max_edits: int
-) -> tuple[_Pairs, tuple[int, int]]:
-    """The matches on the path from `start` that comes furthest towards `end` with at most `max_edits` edits (at least
-    one), and where it ends: `end` if these are enough, else nearer to it than `start`."""
-    i, j = start
-    n, m = end[0] - i, end[1] - j
-    # Of each diagonal k = x - y: the furthest x that a path reaches, and its runs of matches as a linked list, the
-    # last one first. A path may leave the rectangle by one step; nothing is gained there, so it needs no check.
-    reached: dict[int, tuple[int, Any]] = {1: (0, None)}
-    for edits in range(max(1, min(max_edits, n + m)) + 1):
-        for k in range(-edits, edits + 1, 2):
-            if k == -edits or (k != edits and reached[k - 1][0] < reached[k + 1][0]):
-                x, runs = reached[k + 1]  # leaves out an item of b
-            else:
-                x, runs = reached[k - 1]  # leaves out an item of a
-                x += 1
-            first = x
-            while x < n and x - k < m and a[i + x] == b[j + x - k]:
-                x += 1
-            if x > first:
-                runs = (first, x, k, runs)
-            reached[k] = x, runs
-            if x >= n and x - k >= m:
-                return _matches(runs, i, j), end
-    inside = [(2 * x - k, x, k) for k, (x, _) in reached.items() if x <= n and 0 <= x - k <= m]
-    _, x, k = max(inside)
-    return _matches(reached[k][1], i, j), (i + x, j + x - k)
-
-
-def _matches(runs: Any, i: int, j: int) -> _Pairs:
-    pairs: _Pairs = []
-    while runs is not None:
-        first, x, k, runs = runs
-        pairs += [(i + at, j + at - k) for at in range(x - 1, first - 1, -1)]
-    return pairs[::-1]
-
-
-def _unique_anchors(a: list[Hashable], b: list[Hashable]) -> _Pairs:
-    """Pairs of keys that occur once on both sides, a longest chain of them that doesn't cross."""
+    for edits in (max_edits // 16, max_edits):
+        pairs = _longest_chain(_near_pairs(a, b, edits))
+        if len(a) + len(b) - 2 * len(pairs) <= edits:
+            return pairs
     in_a, in_b = Counter(a), Counter(b)
     place_in_b = {key: j for j, key in enumerate(b)}
-    # Longest increasing subsequence: `ends[k]` is the least end of a chain of k + 1 pairs, `chains[k]` that chain.
+    anchors = _longest_chain((i, place_in_b[key]) for i, key in enumerate(a) if in_a[key] == in_b[key] == 1)
+    pairs = []
+    i = j = 0
+    for next_i, next_j in [*anchors, (len(a), len(b))]:
+        gap = _near_pairs(a[i:next_i], b[j:next_j], max_edits)
+        pairs += [(i + left, j + right) for left, right in _longest_chain(gap)]
+        pairs.append((next_i, next_j))
+        i, j = next_i + 1, next_j + 1
+    return pairs[:-1]
+
+
+def _near_pairs(a: list[Hashable], b: list[Hashable], edits: int) -> Iterable[tuple[int, int]]:
+    """All pairs that a path with so many edits from (0, 0) to the end may hold, as `_longest_chain` takes them."""
+    places: dict[Hashable, list[int]] = {}
+    for j, key in enumerate(b):
+        places.setdefault(key, []).append(j)
+    skew = max(-_MAX_SKEW, min(len(b) - len(a), _MAX_SKEW))
+    for i, key in enumerate(a):
+        found = places.get(key, [])
+        first = bisect.bisect_left(found, i + min(skew, 0) - edits)
+        for j in reversed(found[first : bisect.bisect_right(found, i + max(skew, 0) + edits)]):
+            yield i, j
+
+
+def _longest_chain(pairs: Iterable[tuple[int, int]]) -> _Pairs:
+    """The most of these pairs that ascend strictly in both, if they come by rising i, and for one i by falling j."""
+    # Hunt and Szymanski's algorithm: `ends[k]` is the least j in which a chain of k + 1 pairs ends, `chains[k]` that
+    # chain as a linked list, its last pair first.
     ends: list[int] = []
     chains: list[Any] = []
-    for i, key in enumerate(a):
-        if in_a[key] == in_b[key] == 1:
-            j = place_in_b[key]
-            k = bisect.bisect_left(ends, j)
-            ends[k : k + 1] = [j]
-            chains[k : k + 1] = [((i, j), chains[k - 1] if k else None)]
-    anchors: _Pairs = []
+    for pair in pairs:
+        k = bisect.bisect_left(ends, pair[1])
+        ends[k : k + 1] = [pair[1]]
+        chains[k : k + 1] = [(pair, chains[k - 1] if k else None)]
+    chosen: _Pairs = []
     chain = chains[-1] if chains else None
     while chain is not None:
         pair, chain = chain
-        anchors.append(pair)
-    return anchors[::-1]
+        chosen.append(pair)
+    return chosen[::-1]
 
 
 # ====================================================================== the plan
@@ -290,19 +257,13 @@ class OwnGraph:
         self._graph_module = graph_module
         self.fx_nodes = list(graph_module.graph.nodes)
         self._plans: dict[tuple[Segment, ...], Plan] = {}
-        self.nodes = [
-            Unit(
-                item.alignment if _takes_part(node) else _NO_KEY,
-                (position,),
-                item.inputs,
-                _graph.node_collectives(node) if item.has_effect else {},
-                is_pinned=item.has_effect,
-                is_barrier=item.has_effect and not _keeps_only_its_order(node),
-            )
-            for position, (node, item) in enumerate(
-                zip(self.fx_nodes, _graph.canonical_nodes(graph_module, _vocabulary.group_naming(groups)), strict=True)
-            )
-        ]
+        canonical = _graph.canonical_nodes(graph_module, _vocabulary.group_naming(groups))
+        self.nodes = []
+        for position, (node, item) in enumerate(zip(self.fx_nodes, canonical, strict=True)):
+            key = item.alignment if _takes_part(node) else _NO_KEY
+            collectives = _graph.node_collectives(node) if item.has_effect else {}
+            is_barrier = item.has_effect and not _keeps_only_its_order(node)
+            self.nodes.append(Unit(key, (position,), item.inputs, collectives, item.has_effect, is_barrier))
         self.units = _units(self.nodes, _leaders(self.fx_nodes))
         self.modes = _modes(self.fx_nodes)
 
@@ -625,8 +586,8 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
 
     For each fat segment: its nodes' content; for each input which node of the segment it is, or which value from
     outside, numbered by first use; for each collective how many the rank issues before it on its groups, whose
-    identity, exact or by role, is in the content; what the values from outside are; which values leave; and the autocast
-    and grad mode around it.
+    identity, exact or by role, is in the content; what the values from outside are; which values leave; and the
+    autocast and grad mode around it.
     """
     digest = hashlib.blake2b(digest_size=16)
     sizes = _size_inputs(own.fx_nodes)
@@ -682,8 +643,7 @@ def agree_on_plan(
     """
     if not isinstance(exchange, Exchange):
         raise _vocabulary.HandshakeTypeError(
-            f"agree_on_plan needs the exchange of a ticket, got {type(exchange).__name__}; where Ticket.exchange is "
-            "None there are no rounds, and the graph runs skinny"
+            f"expected the exchange of a ticket, got {type(exchange).__name__}; if Ticket.exchange is None, run skinny"
         )
     if exchange.is_undecided:
         raise PlanError("the answer to this rank's plan got lost: the others may run it, so this rank can't go on")
@@ -789,12 +749,9 @@ def _size_inputs(nodes: Iterable["torch.fx.Node"]) -> dict[Any, "torch.fx.Node"]
     """The symbols that are inputs of the graph themselves, and their placeholders. None in a graph of fixed sizes."""
     import torch
 
-    placeholders: dict[Any, torch.fx.Node] = {}
-    for node in nodes:
-        value = _value(node) if node.op == "placeholder" else None
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
-            placeholders.setdefault(value.node.expr, node)
-    return placeholders
+    values = [(node, _value(node)) for node in nodes if node.op == "placeholder"]
+    sizes = [(value.node.expr, node) for node, value in values if isinstance(value, torch.SymInt)]
+    return {expression: node for expression, node in reversed(sizes) if expression.is_symbol}
 
 
 def _read_sizes(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> list["torch.fx.Node"]:
@@ -864,8 +821,8 @@ def _split(
         if source in segment_of and segment_of[source] != segment_of.get(node) and source not in entries
     }
     whole = torch.fx.Graph()
-    # The graph's nodes, as nodes of `whole`.
-    values = {node: whole.node_copy(node) for node in nodes if node.op == "placeholder"}
+    root: dict[str, Any] = {}
+    values = {node: whole.node_copy(node) for node in nodes if node.op == "placeholder"}  # as nodes of `whole`
 
     def held(attribute: torch.fx.Node) -> Any:
         return operator.attrgetter(str(attribute.target))(graph_module)
@@ -873,9 +830,9 @@ def _split(
     def value_of(node: torch.fx.Node) -> torch.fx.Node:
         if node not in values:  # an attribute: a node of `whole` where it is first read
             values[node] = whole.node_copy(node)
+            root[str(node.target)] = held(node)
         return values[node]
 
-    root: dict[str, Any] = {}
     active: tuple[int, ...] = ()
     for number, segment in enumerate(segments):
         inside = [nodes[position] for position in segment.positions]
@@ -895,13 +852,8 @@ def _split(
         for node in (*attributes, *(nodes[entry] for entry in active)):
             copies[node] = part.node_copy(node)
         for position, node in zip(segment.positions, inside, strict=True):
-            copies[node] = part.create_node(
-                node.op,
-                node.target,
-                torch.fx.map_arg(node.args, copies.__getitem__),
-                torch.fx.map_arg(node.kwargs, copies.__getitem__),
-                type_expr=node.type,
-            )
+            read_by_node = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = part.create_node(node.op, node.target, *read_by_node, type_expr=node.type)
             copies[node].meta = dict(node.meta)
             active = modes.get(position, active)
         for entry in reversed(active):
@@ -921,9 +873,6 @@ def _split(
                 values[node] = whole.call_function(operator.getitem, (call, place))
     output = nodes[-1]
     whole.output(torch.fx.map_arg(output.args[0], value_of)).meta = dict(output.meta)
-
-    for node in whole.find_nodes(op="get_attr"):
-        root[str(node.target)] = held(node)
     return _LazyGraphModule(root, whole)
 
 
@@ -961,8 +910,8 @@ class _Open:
 
 
 class Rounds:
-    """The coordinator's side of all exchanges. It knows no socket, no clock and no thread: times are in seconds, and what
-    it returns is to be sent. An exchange may last `timeout_s`.
+    """The coordinator's side of all exchanges, each of which may last `timeout_s`. It knows no socket, no clock and no
+    thread: it is told the time, in seconds, and what it returns is to be sent.
 
     The ranks of a split component are answered together, so an exchange begins with all of them, and goes on in steps:
 
@@ -983,10 +932,10 @@ class Rounds:
         self._of_rank: dict[int, dict[int, _Open]] = {}  # by rank and its number
 
     def settled(self, votes: Sequence[Any], now: float) -> list[Reply]:
-        """Opens an exchange between the votes of one component, all of them, as it was split; or says why it can't.
+        """Opens an exchange between all votes of one component, which was split; or says why it can't.
 
-        A vote has a `rank`, the rank's own `number` of it (they rise), a `digest`, and `spans`: each `(line, start, end)`,
-        a group having one line, whose `ranks` are the group's.
+        A vote has a `rank`, the rank's own `number` of it (they rise), a `digest`, and `spans` of `(line, start, end)`.
+        A group has one line, whose `ranks` are the group's.
         """
         numbers = {vote.rank: vote.number for vote in votes}
         why_not = "a rank takes part with two graphs" if len(numbers) < len(votes) else self._why_not(votes)
@@ -1103,14 +1052,13 @@ class Exchange:
         is_undecided: the answer to this rank's `agree` is on its way, or got lost: the others may run the plan.
     """
 
-    _has_ended = True  # until there is something to end
+    _channel: Channel | None = None  # None once it has ended
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self.rank = rank
         self.is_undecided = False
         self._channel = channel
         self._reference: int | None = None
-        self._has_ended = False
 
     def reference_rank(self) -> int | None:
         """The rank whose graph the others align with. To be called first."""
@@ -1127,7 +1075,7 @@ class Exchange:
         if len(payload) > MAX_SHARED_BYTES:
             self.abort(f"the reference graph's keys take {len(payload)} bytes")
         self._send(SHARE, payload)
-        return None if self._has_ended else payload
+        return None if self._channel is None else payload
 
     def intersect(self, bitmap: bytes) -> bytes | None:
         """The bitwise AND of all ranks' bitmaps, which must be of one length. May be called several times."""
@@ -1158,11 +1106,11 @@ class Exchange:
             self.abort("it went on to its next vote instead")
 
     def _send(self, step: int, payload: bytes) -> None:
-        if not self._has_ended:
+        if self._channel is not None:
             self._channel.send(step, payload)
 
     def _receive(self, expected: int) -> bytes | None:
-        if self._has_ended:
+        if self._channel is None:
             return None
         step, payload = self._channel.receive()
         if step == ABORT:
@@ -1174,10 +1122,10 @@ class Exchange:
         return payload
 
     def _end(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def __del__(self) -> None:
-        if not self._has_ended:
+        if self._channel is not None:
             self._channel.abandon(ABORT, b"its ticket was thrown away")
