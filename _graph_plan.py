@@ -52,12 +52,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("torch_tpu.handshake")
 
-
 # ====================================================================== alignment
 
-# Time grows with the edits that are looked for: with 256, sequences of 10,000 keys of 100 kinds take some 50 ms.
+# 256 edits: sequences of 10,000 keys of 100 kinds take some 50 ms.
 DEFAULT_MAX_EDITS = 256
-# By how much longer one side may be for all pairs to be looked for. Bounds the time; 30 layers of 100 nodes are found.
+# By how much longer one side may be for all pairs to be looked for: bounds the time. 40 layers of 100 nodes are found.
 _MAX_SKEW = 4096
 
 _Pairs = list[tuple[int, int]]
@@ -148,8 +147,7 @@ MAX_KEYS_BYTES = 64 * 2**20
 _KEY_BYTES = 8
 _NO_KEY = bytes(_KEY_BYTES)  # of a node that takes no part: placeholder, get_attr, output
 
-# Plans that are kept of one graph, the oldest ones go. One more is made for each set of graphs that the other ranks
-# run beside it; each holds programs.
+# Plans that are kept of one graph, with their programs: one for each set of graphs that the other ranks run beside it.
 MAX_PLANS = 16
 
 
@@ -204,14 +202,13 @@ class Unit(NamedTuple):
     """A node, with the nodes that stay with it. Values are named by the positions of their nodes in the graph.
 
     Attributes:
-        key: content, but for what it reads (8 bytes); `_NO_KEY` if it takes no part.
+        key: content, but for what it reads; `_NO_KEY` if it takes no part.
         values: its own values; the first is that of the node that the others stay with.
         inputs: the values of other units that it reads.
-        collectives: per group, how many collectives it issues (nested bodies counted); empty for most.
+        collectives: per group, how many collectives it issues, nested bodies counted. This, and what follows, is not
+            known of the reference's units.
         is_pinned: it has an effect, and keeps its place among the others with one.
         is_barrier: nothing may be moved across it: a mutation, a change of autocast or grad mode.
-
-    Of the reference's units, the last three aren't known.
     """
 
     key: bytes
@@ -231,7 +228,9 @@ class Unit(NamedTuple):
 
 
 class OwnGraph:
-    """This rank's graph, as the steps need it. The graph must not change.
+    """This rank's graph, as the steps need it: the one that it votes on, which must not change.
+
+    `groups` is "role" or "exact", as in the fingerprint of the vote; by default what fingerprints use by default.
 
     Attributes:
         fx_nodes: the graph's nodes.
@@ -239,17 +238,12 @@ class OwnGraph:
         units: the nodes with those that stay with them, in graph order.
         modes: by position, for each node that changes autocast or grad mode: the positions of the entries into modes
             that are in force after it.
+
+    Raises:
+        HandshakeError: the graph can't be hashed, or a collective's group can't be resolved.
     """
 
     def __init__(self, graph_module: "torch.fx.GraphModule", groups: str | None = None) -> None:
-        """
-        Args:
-            graph_module: what this rank votes on.
-            groups: "role" or "exact", as in the fingerprint of the vote; by default what fingerprints use by default.
-
-        Raises:
-            HandshakeError: the graph can't be hashed, or a collective's group can't be resolved.
-        """
         import torch
 
         if not isinstance(graph_module, torch.fx.GraphModule):
@@ -369,24 +363,21 @@ def match(reference: Sequence[Unit], units: Sequence[Unit]) -> list[int]:
 
 
 def _release_preparations(units: Sequence[Unit], matched: list[int]) -> None:
-    """Unmatches what this rank's own preparations read.
-
-    A unit that can run before everything else, such as the sum of an `arange` and an offset that depends on the rank,
-    must not have to wait for a fat segment because the `arange` lies in it.
+    """Unmatches what this rank's own preparations read: a unit that can run before everything else, such as the sum of
+    an `arange` and an offset that depends on the rank, need not wait for a fat segment because the `arange` is in it.
     """
-    place_of = _places(matched)
+    place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     place_of_value = {value: place for index, place in place_of.items() for value in units[index].values}
     released: set[int] = set()
     for index in sorted(_can_run_first(units), reverse=True):
-        if place_of.get(index, -1) in (released | {-1}) and units[index].takes_part:
+        if units[index].takes_part and (index not in place_of or place_of[index] in released):
             released.update([place_of_value[source] for source in units[index].inputs if source in place_of_value])
     for place in released:
         matched[place] = -1
 
 
 def follow(reference: Sequence[Unit], units: Sequence[Unit]) -> tuple[Sequence[Unit], list[int]]:
-    """This rank's units, in an order that has more in common with the reference's if there is one; and their
-    `match`."""
+    """This rank's units, in its own order or one that has more in common with the reference's; and their `match`."""
     matched = match(reference, units)
     to_own = {there: here for there, here in _to_own(reference, units, matched).items() if here >= 0}
     movable = {
@@ -442,7 +433,7 @@ def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[
 def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> bytes:
     """For the second `intersect`, one bit a place: it may follow the place before it at once; then one bit a value of
     each place: nothing of this rank's own reads it. `matched` is what `match` gave, for common places only."""
-    place_of = _places(matched)
+    place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     moves = frozenset().union(*_moves(units, place_of))
     joined = [True] * len(matched)
     read: set[int] = set()
@@ -456,11 +447,6 @@ def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Seque
             read.update(unit.inputs)
             something_between |= unit.takes_part and index not in moves
     return _pack(joined + [here not in read for here in _to_own(reference, units, matched).values()])
-
-
-def _places(matched: Sequence[int]) -> dict[int, int]:
-    """The place of each unit that has one."""
-    return {index: place for place, index in enumerate(matched) if index >= 0}
 
 
 def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> dict[int, int]:
@@ -517,7 +503,7 @@ def make_segments(
         return None
     run_of = {index: number for number, run in enumerate(runs) for index in run}
     run_of_value = {value: number for index, number in run_of.items() for value in units[index].values}
-    place_of = _places(matched)
+    place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     # What leaves its run: what some rank's own units read, and what common ones outside of the run read.
     leaving = {here for here, is_unread in zip(to_own.values(), bits[len(matched) :], strict=True) if not is_unread}
     for index in place_of:
@@ -570,15 +556,12 @@ def _separate(units: Iterable[Unit]) -> list[Segment]:
         if unit.collectives or not pieces or pieces[-1][0].collectives:
             pieces.append([])
         pieces[-1].append(unit)
-    return [
-        Segment(
-            SKINNY if piece[0].collectives else LOCAL,
-            tuple([value for unit in piece for value in unit.values]),
-            (),
-            piece[0].num_collectives,
-        )
-        for piece in pieces
-    ]
+    segments = []
+    for piece in pieces:
+        values = tuple([value for unit in piece for value in unit.values])
+        kind = SKINNY if piece[0].collectives else LOCAL
+        segments.append(Segment(kind, values, (), piece[0].num_collectives))
+    return segments
 
 
 def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
@@ -605,8 +588,7 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
             nodes.append((key, wiring, [issued[group] for group in collectives]))
             issued.update(collectives)
         if segment.kind == FAT:
-            last_change = max((change for change in own.modes if change < segment.positions[0]), default=None)
-            entries = () if last_change is None else own.modes[last_change]
+            entries = next((own.modes[change] for change in reversed(own.modes) if change < segment.positions[0]), ())
             content = (
                 nodes,
                 [_describe(own.fx_nodes[position], sizes) for position in outside],
@@ -627,8 +609,7 @@ def agree_on_plan(
         graph: this rank's graph, the one that it voted on. It is only read. A graph that is dispatched again and again
             is better given as an `OwnGraph`, made once, before anything compiles it: it is hashed once, each plan is
             split once, and compilers may narrow the ranges of symbolic sizes, which are in the keys.
-        groups: "role" or "exact", as in the fingerprint of the vote; by default what fingerprints use by default. An
-            `OwnGraph` has it already.
+        groups: as for an `OwnGraph`, which has it already.
 
     Returns:
         The plan, its program split already, once all ranks of the component have the same fat segments; None: run the
@@ -673,8 +654,7 @@ def _common_plan(exchange: "Exchange", own: OwnGraph) -> Plan | None:
     common = exchange.intersect(_pack([index >= 0 for index in matched]))
     if common is None:
         return None
-    is_common = _unpack(common, len(matched))
-    matched = [index if bit else -1 for index, bit in zip(matched, is_common, strict=True)]
+    matched = [index if bit else -1 for index, bit in zip(matched, _unpack(common, len(matched)), strict=True)]
     agreed = exchange.intersect(constraints(reference, units, matched))
     if agreed is None:
         return None
@@ -734,9 +714,8 @@ def _modes(nodes: Sequence["torch.fx.Node"]) -> dict[int, tuple[int, ...]]:
 def _keeps_only_its_order(node: "torch.fx.Node") -> bool:
     """Whether a node with an effect only has to keep its place among such nodes: a functional collective, a wait, a
     random op. It writes to none of its arguments and changes no mode."""
-    overloads = [node.target]
-    if hasattr(node.target, "overloads"):
-        overloads = [getattr(node.target, name) for name in node.target.overloads()]
+    packet: Any = node.target
+    overloads = [getattr(packet, name) for name in packet.overloads()] if hasattr(packet, "overloads") else [packet]
     schemas = [getattr(overload, "_schema", None) for overload in overloads]
     return all(schema is not None and not schema.is_mutable for schema in schemas)
 
@@ -779,11 +758,8 @@ def _describe(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> str:
 
 
 def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule":
-    """`graph_module` as one that calls submodules ``local_0``, ``skinny_1`` …, each collective with its waits in one of
-    its own.
-
-    A node whose nested body holds collectives is such a submodule too. See `Plan.program` for the rest.
-    """
+    """`graph_module` as one that calls submodules ``local_0``, ``skinny_1`` …: each collective with its waits, and each
+    node whose nested body holds collectives, is in one of its own. See `Plan.program` for the rest."""
     fx_nodes = list(graph_module.graph.nodes)
     nodes = [
         Unit(b"", (position,), (), _graph.node_collectives(node)) if _takes_part(node) else Unit(_NO_KEY, (), ())
@@ -800,11 +776,9 @@ def _split(
 
     A segment takes what its nodes read from outside, in the order of reading, and the sizes that this depends on:
     Inductor can't compile a program that takes a tensor of 2·s0 rows but not s0. Nested bodies and called modules are
-    its own attributes. It enters the modes that are in force where it begins, and leaves autocast where it ends; so an
-    entry into a mode is no value that crosses a boundary.
-
-    Nodes get new names: a fat segment is the same text on all ranks. The text itself, most of the time of making a
-    graph module, is only written when somebody runs or reads it: compilers read the graph.
+    its own attributes. It enters the modes that are in force where it begins, and leaves autocast where it ends. Nodes
+    get new names, so that a fat segment is the same text on all ranks; it is only written when somebody runs or reads
+    it, as writing takes most of the time of making a graph module, and compilers read the graph.
     """
     import torch
     from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -871,8 +845,7 @@ def _split(
         for place, node in enumerate(results):
             if node in leaving:
                 values[node] = whole.call_function(operator.getitem, (call, place))
-    output = nodes[-1]
-    whole.output(torch.fx.map_arg(output.args[0], value_of)).meta = dict(output.meta)
+    whole.output(torch.fx.map_arg(nodes[-1].args[0], value_of)).meta = dict(nodes[-1].meta)
     return _LazyGraphModule(root, whole)
 
 
@@ -920,10 +893,9 @@ class Rounds:
         AGREE       whether all gave the same digest, to all; only a yes lets anybody run anything fat
 
     It is called off for all, once, as soon as it can't complete: a rank says something else than its step asks for,
-    says that it can't go on, is lost, or does not come in time. What a rank still says to it then is ignored.
-
-    A rank that has cast votes ahead may be in several exchanges. It goes through them in the order of its votes, so
-    an exchange is opened only if all its ranks come to it after those that are open: ranks never wait in a cycle.
+    says that it can't go on, is lost, or does not come in time. What a rank still says to it then is ignored. A rank
+    that has cast votes ahead may be in several. It goes through them in the order of its votes, so an exchange is
+    opened only if all its ranks come to it after those that are open: ranks never wait for one another in a cycle.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -950,17 +922,16 @@ class Rounds:
         return exchange.to_all(START, reference.to_bytes(4, "big"))
 
     def _why_not(self, votes: Sequence[Any]) -> str:
-        came: dict[tuple[int, int, int], set[int]] = {}
-        lines: dict[int, Any] = {}
+        came: dict[tuple[int, int, int], tuple[Any, set[int]]] = {}
         for vote in votes:
             if any(number >= vote.number for number in self._of_rank.get(vote.rank, ())):
                 return f"rank {vote.rank} is in the exchange of a later vote"
             for line, start, end in vote.spans:
-                lines[id(line)] = line
-                came.setdefault((id(line), start, end), set()).add(vote.rank)
-        if any(len(lines[line].ranks) > len(ranks) for (line, _, _), ranks in came.items()):
-            absent = {rank for line in lines.values() for rank in line.ranks}.difference(vote.rank for vote in votes)
-            return f"{_vocabulary.format_ranks(absent)} not in it" if absent else "spans differ"
+                came.setdefault((id(line), start, end), (line, set()))[1].add(vote.rank)
+        if any(len(line.ranks) > len(ranks) for line, ranks in came.values()):
+            members = {rank for line, _ in came.values() for rank in line.ranks}
+            absent = members.difference(vote.rank for vote in votes)
+            return f"{_vocabulary.format_ranks(absent)} did not take part" if absent else "spans differ"
         return "too many exchanges are open" if len(self._open) >= MAX_OPEN_EXCHANGES else ""
 
     def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Reply]:
@@ -1084,9 +1055,7 @@ class Exchange:
 
     def agree(self, fingerprint: str) -> bool:
         """Whether all ranks of the component gave the same fingerprint: then, and only then, run the plan."""
-        # An exception on the way leaves it open what the others were told: they may run the plan. So nobody may take
-        # this exchange for one that was called off.
-        self.is_undecided = True
+        self.is_undecided = True  # and stays so after an exception, as nobody knows then what the others were told
         self._send(AGREE, _vocabulary.fingerprint_digest(fingerprint))
         answer = self._receive(AGREE)
         self.is_undecided = False
