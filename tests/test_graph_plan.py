@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import operator
 import queue
 import random
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,9 @@ from plan_programs import (  # noqa: E402
     matrix,
     other_constant,
     reduce,
+    reduce_start,
     segments_of,
+    wait,
 )
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import free_symbols  # noqa: E402
@@ -136,12 +140,10 @@ def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def plans_of(graphs: Sequence[Any], reference: int = 0, groups: str | None = None) -> tuple[list[Any], Component]:
     """Each graph's plan, that at place `reference` being the reference's: it is rank 0's, the next one rank 1's …"""
     component = Component(len(graphs))
-    calls = [
-        lambda rank=(place - reference) % len(graphs), graph=graph: _graph_plan.agree_on_plan(
-            component.exchange(rank), graph, groups
-        )
-        for place, graph in enumerate(graphs)
-    ]
+    calls = []
+    for place, graph in enumerate(graphs):
+        exchange = component.exchange((place - reference) % len(graphs))
+        calls.append(functools.partial(_graph_plan.agree_on_plan, exchange, graph, groups))
     plans = in_threads(calls)
     assert len({plan is None for plan in plans}) == 1, "all ranks get a plan, or none does"
     return plans, component
@@ -249,6 +251,71 @@ def test_fat_segments_are_one_program_whatever_each_rank_reads():
     assert all(program == programs[0] for program in programs)
     for graph, plan in zip(graphs, plans, strict=True):
         assert_runs_alike(graph, plan.program)
+
+
+def test_a_fat_segment_keeps_the_overlap_of_the_reference():
+    """Waits lie behind what can run beside their collectives, as the reference has it; rank 1 waits at once."""
+
+    def program(rank):
+        def function(x, y):
+            first = reduce_start(x.sin())
+            first = wait(first) if rank == 1 else first
+            z = y.cos().exp()
+            first = first if rank == 1 else wait(first)
+            return reduce(first + z), x * rank
+
+        return made(function, matrix(), matrix())
+
+    for reference in (0, 1):
+        graphs = [program(rank) for rank in range(3)]
+        plans, _ = plans_of(graphs, reference)
+        assert len({*map(tuple, map(programs_of, plans))}) == 1
+        for graph, plan in zip(graphs, plans, strict=True):
+            assert_runs_alike(graph, plan.program)
+            (fat,) = (part for name, part in plan.program.named_children() if name.startswith("fat"))
+            targets = [node.target for node in fat.graph.nodes]
+            waits = targets.index(torch.ops._c10d_functional.wait_tensor.default)
+            exponential = targets.index(torch.ops.aten.exp.default)
+            assert (waits < exponential) == (reference == 1)
+
+
+def test_no_wait_is_moved_behind_a_mutation():
+    """The reference changes the input of a collective that is on its way; the others have waited for it by then."""
+
+    def program(rank):
+        def function(x, y):
+            first = reduce_start(x)
+            first = wait(first) if rank else first
+            x.add_(1)
+            first = first if rank else wait(first)
+            return reduce(first + y).sin()
+
+        return made(function, matrix(), matrix())
+
+    graphs = [program(rank) for rank in range(3)]
+    for plan, graph in zip(plans_of(graphs)[0], graphs, strict=True):
+        assert_runs_alike(graph, plan.program)
+        (fat,) = plan.program.children()
+        targets = [str(node.target) for node in fat.graph.nodes]
+        assert targets.index("_c10d_functional.wait_tensor.default") < targets.index("aten.add_.Tensor")
+
+
+def test_an_item_of_a_constant_stays_where_it_is():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    item = graph.call_function(operator.getitem, ([2, 3], 1))
+    node = graph.call_function(torch.ops.aten.mul.Tensor, (x, item))
+    for _ in range(2):
+        node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (node, "sum", "0"))
+        node = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (node,))
+    graph.output((node,))
+    for each in (x, *graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)):
+        each.meta["val"] = matrix()
+    graph_module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert segments_of(_graph_plan.split_skinny(graph_module)) == "local skinny skinny"
+    plans, _ = plans_of([graph_module, graph_module])
+    for split in (_graph_plan.split_skinny(graph_module), plans[0].program):
+        assert_runs_alike(graph_module, split)
 
 
 def test_values_of_other_shape_at_the_boundary_are_another_program():
@@ -679,6 +746,652 @@ def test_fingerprint_tells_fat_segments_apart(what):
                 segments.insert(0, _graph_plan.Segment("skinny", (len(graph.nodes) - 1,), (), 1))
         plans.append(_graph_plan._fingerprint(graph, segments))
     assert plans[0] != plans[1]
+
+
+# ---------------------------------------------------------------------- alignment
+
+
+def slow_lcs_length(a, b):
+    row = [0] * (len(b) + 1)
+    for x in a:
+        above = row[:]
+        for j, y in enumerate(b, 1):
+            row[j] = above[j - 1] + 1 if x == y else max(row[j - 1], above[j])
+    return row[-1]
+
+
+def check(a, b, pairs):
+    assert all(a[i] == b[j] for i, j in pairs)
+    assert all(i < k and j < m for (i, j), (k, m) in itertools.pairwise(pairs))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_finds_a_longest_common_subsequence_when_the_edits_suffice(seed):
+    generator = random.Random(seed)
+    for _ in range(25):
+        letters = generator.choice(["ab", "abcde", "abcdefghijklmnop"])
+        a = generator.choices(letters, k=generator.randint(0, 14))
+        b = generator.choices(letters, k=generator.randint(0, 14))
+        pairs = _graph_plan.align(a, b, 40)
+        check(a, b, pairs)
+        assert len(pairs) == slow_lcs_length(a, b), (a, b)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("max_edits", [0, 1, 3])
+def test_stays_valid_when_the_edits_do_not_suffice(seed, max_edits):
+    generator = random.Random(seed)
+    for _ in range(10):
+        letters = generator.choice(["ab", "abcdefgh", "abcdefghijklmnopqrstuvwxyz"])
+        a = generator.choices(letters, k=generator.randint(0, 300))
+        b = generator.choices(letters, k=generator.randint(0, 300))
+        check(a, b, _graph_plan.align(a, b, max_edits))
+
+
+def test_equal_sequences_match_throughout():
+    assert _graph_plan.align("abc", "abc") == [(0, 0), (1, 1), (2, 2)]
+    assert _graph_plan.align([], []) == []
+    assert _graph_plan.align("abc", "") == []
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200, 1000])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.99])
+def test_an_inserted_item_costs_no_other_match(length, place):
+    a = list(range(length))
+    at = int(place * length)
+    pairs = _graph_plan.align(a, [*a[:at], "new", *a[at:]])
+    assert pairs == [(i, i + (i >= at)) for i in range(length)]
+
+
+def test_many_changes_in_repeated_layers_are_followed():
+    """More edits than are looked for, and no key is unique: each layer has the same items and a change of its own."""
+    layer = [f"op{k}" for k in range(30)]
+    a = layer * 200
+    b = []
+    for number in range(200):
+        at = number % 25
+        b += [*layer[:at], *(layer[k] for k in (3, 1, 4)), *layer[at + 1 :]]
+    pairs = _graph_plan.align(a, b, 100)
+    check(a, b, pairs)
+    assert len(pairs) > 0.9 * len(a)
+
+
+def test_sides_of_any_difference_are_aligned_without_quadratic_work():
+    """Quadratic work would be 2,500,000,000 steps for each pair: far beyond the time that a test is given."""
+    size = 50_000
+    generator = random.Random(3)
+    keys = [generator.getrandbits(64) for _ in range(size)]
+    edited = [*keys[:3000], 1, *keys[3000:7000], *keys[7001:]]
+    few = generator.choices(range(40), k=size)
+    for a, b in (
+        (keys, edited),
+        (keys, [-key for key in keys]),
+        (keys, generator.sample(keys, size)),
+        (few, generator.choices(range(40), k=size)),
+    ):
+        check(a, b, _graph_plan.align(a, b))
+    assert len(_graph_plan.align(keys, edited)) == size - 1
+
+
+# ---------------------------------------------------------------------- the rounds, as the coordinator keeps them
+
+START, SHARE, INTERSECT, AGREE, ABORT = 1, 2, 3, 4, 5
+TIMEOUT_S = 30.0
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+
+
+class Job:
+    """A coordinator's exchanges, and what its ranks were told, as `{rank: [(number, step, payload), ...]}`."""
+
+    def __init__(self):
+        self.rounds = _graph_plan.Rounds(TIMEOUT_S)
+        self.lines = {}
+        self.promised = set()  # (rank, number): was told START, and not yet how it ended
+        self.told = {}
+
+    def vote(self, rank, number, spans, digest=A):
+        """`spans` as (ranks of the group, start, end)."""
+        lines = [(self.lines.setdefault(ranks, Line(ranks)), start, end) for ranks, start, end in spans]
+        return Settled(rank, number, digest, lines)
+
+    def settle(self, *votes, now=0.0):
+        self.tell(self.rounds.settled(votes, now))
+        return self.take()
+
+    def split(self, *digests, now=0.0):
+        """All ranks of a world vote on its first collective, each as its vote 1."""
+        world = tuple(range(len(digests)))
+        votes = [self.vote(rank, 1, [(world, 0, 1)], digest) for rank, digest in enumerate(digests)]
+        return self.settle(*votes, now=now)
+
+    def tell(self, replies):
+        for rank, number, step, payload in replies:
+            self.told.setdefault(rank, []).append((number, step, payload))
+            if step == START:
+                self.promised.add((rank, number))
+            elif (rank, number) in self.promised:
+                if step in (AGREE, ABORT):
+                    self.promised.remove((rank, number))
+            else:
+                assert step == ABORT, "a rank was told of an exchange that it isn't in"
+
+    def part(self, rank, step, payload=b"", number=1):
+        self.tell(self.rounds.take(rank, number, step, payload, 0.0))
+        if step == ABORT:
+            self.promised.discard((rank, number))
+
+    def drop(self, rank):
+        self.promised = {(other, number) for other, number in self.promised if other != rank}
+        self.tell(self.rounds.drop_rank(rank, 0.0))
+
+    def take(self):
+        told, self.told = self.told, {}
+        return told
+
+    def to_intersect(self, reference=0):
+        self.part(reference, SHARE, b"keys")
+        self.take()
+
+    def called_off(self):
+        """Why each rank was told to go skinny. Nobody waits for an answer, and nothing is open."""
+        assert not self.promised and self.rounds.next_deadline() is None
+        told = self.take()
+        assert all([step for _, step, _ in frames] == [ABORT] for frames in told.values()), told
+        return {rank: frames[0][2].decode() for rank, frames in told.items()}
+
+
+def to_all(ranks, step, payload, number=1):
+    return {rank: [(number, step, payload)] for rank in ranks}
+
+
+def test_complete_exchange():
+    job = Job()
+    start = job.split(B, A, A)
+    assert start == to_all(range(3), START, bytes([0, 0, 0, 1])), "the lowest rank of the most frequent fingerprint"
+    job.part(1, SHARE, b"keys")
+    assert job.take() == to_all((0, 2), SHARE, b"keys")
+    for rank, bitmap in ((2, b"\x00\xff\x0f"), (0, b"\x00\x3c\xff")):
+        job.part(rank, INTERSECT, bitmap)
+        assert job.take() == {}
+    job.part(1, INTERSECT, b"\x00\xff\xff")
+    assert job.take() == to_all(range(3), INTERSECT, b"\x00\x3c\x0f")
+    for rank in (0, 1):
+        job.part(rank, AGREE, A)
+        assert job.take() == {}
+    job.part(2, AGREE, A)
+    assert job.take() == to_all(range(3), AGREE, b"\x01")
+    assert not job.promised and job.rounds.next_deadline() is None
+
+
+def test_intersections_as_often_as_needed():
+    job = Job()
+    job.split(A, B)
+    job.to_intersect()
+    for bits in range(1, 6):
+        job.part(0, INTERSECT, bytes([0xF0, bits]))
+        job.part(1, INTERSECT, bytes([0x3F, 0xFF]))
+        assert job.take() == to_all(range(2), INTERSECT, bytes([0x30, bits]))
+    job.part(1, AGREE, A)
+    job.part(0, AGREE, A)
+    assert job.take() == to_all(range(2), AGREE, b"\x01")
+
+
+def test_different_plans_are_answered_no():
+    job = Job()
+    job.split(A, B, C)
+    job.to_intersect()
+    for rank, digest in enumerate((A, A, B)):
+        job.part(rank, AGREE, digest)
+    assert job.take() == to_all(range(3), AGREE, b"\x00")
+    assert not job.promised
+
+
+def test_exchange_over_several_groups():
+    job = Job()
+    groups = [(0, 1), (2, 3), (0, 2), (1, 3)]
+    votes = [job.vote(rank, 9, [(g, 4, 5) for g in groups if rank in g], bytes([rank]) * 16) for rank in range(4)]
+    assert job.settle(*votes) == to_all(range(4), START, bytes(4), number=9)
+
+
+def test_each_rank_names_an_exchange_by_its_own_number():
+    job = Job()
+    told = job.settle(job.vote(0, 5, [((0, 1), 0, 1)]), job.vote(1, 8, [((0, 1), 0, 1)], B))
+    assert told == {0: [(5, START, bytes(4))], 1: [(8, START, bytes(4))]}
+    job.part(0, SHARE, b"keys", number=8)
+    assert job.take() == {} and len(job.promised) == 2, "rank 0 knows no exchange by 8"
+    job.part(0, SHARE, b"keys", number=5)
+    assert job.take() == {1: [(8, SHARE, b"keys")]}
+
+
+def test_exchanges_beside_each_other():
+    job = Job()
+    for ranks in ((0, 1), (2, 3)):
+        job.settle(*[job.vote(rank, 1, [(ranks, 0, 1)], bytes([rank]) * 16) for rank in ranks])
+        job.to_intersect(ranks[0])
+    for rank in range(4):
+        job.part(rank, AGREE, C if rank < 2 else B)
+    assert job.take() == to_all(range(4), AGREE, b"\x01")
+
+
+def test_a_shared_payload_is_not_copied():
+    job = Job()
+    job.split(*[bytes([rank // 256, rank % 256]) * 8 for rank in range(2000)])
+    payload = bytes(2**20)
+    job.part(0, SHARE, payload)
+    assert all(frames[0][2] is payload for frames in job.take().values())
+
+
+@pytest.mark.parametrize("spans", [[((0, 1, 2), 0, 2)], [((0, 1, 2), 0, 1), ((1, 2), 0, 1)], [((2, 1), 0, 1)]])
+def test_unequal_spans(spans):
+    job = Job()
+    votes = [job.vote(rank, 1, [((0, 1, 2), 0, 1)]) for rank in range(2)]
+    job.tell(job.rounds.settled([*votes, job.vote(2, 1, spans, B)], 0.0))
+    assert job.called_off() == dict.fromkeys(range(3), "spans differ")
+
+
+def test_a_rank_that_takes_no_part():
+    job = Job()
+    job.tell(job.rounds.settled([job.vote(rank, 1, [((0, 1, 2, 3), 0, 1)]) for rank in range(2)], 0.0))
+    assert job.called_off() == dict.fromkeys(range(2), "ranks 2-3 did not take part")
+
+
+def test_a_rank_with_two_graphs():
+    job = Job()
+    votes = [job.vote(0, 1, [((0, 1), 0, 2)]), *[job.vote(1, n, [((0, 1), n - 1, n)]) for n in (1, 2)]]
+    told = job.settle(*votes)
+    why = b"a rank takes part with two graphs"
+    assert told == {0: [(1, ABORT, why)], 1: [(1, ABORT, why), (2, ABORT, why)]}
+    assert job.rounds.next_deadline() is None
+
+
+@pytest.mark.parametrize("step", [SHARE, INTERSECT, AGREE])
+def test_a_lost_rank(step):
+    job = Job()
+    job.split(A, A, B)
+    if step != SHARE:
+        job.to_intersect()
+        job.part(0, step, A)
+    job.drop(1)
+    assert job.called_off() == dict.fromkeys((0, 2), "rank 1 is gone")
+    job.part(2, step, A)
+    assert job.take() == {}, "they have been told; what was on its way is ignored"
+
+
+def test_a_stranger_is_lost():
+    job = Job()
+    job.split(A, B)
+    job.drop(7)
+    assert job.take() == {} and len(job.promised) == 2
+
+
+@pytest.mark.parametrize("step", [START, INTERSECT, AGREE, 0, 99])
+def test_a_rank_out_of_step(step):
+    job = Job()
+    job.split(A, A, B)
+    job.part(2, step, A)
+    assert job.called_off() == dict.fromkeys(range(3), "rank 2 is out of step")
+
+
+TWO_THINGS = [(INTERSECT, INTERSECT), (INTERSECT, AGREE), (AGREE, AGREE), (AGREE, SHARE)]
+
+
+@pytest.mark.parametrize(("first", "second"), TWO_THINGS)
+def test_a_rank_that_says_two_things(first, second):
+    job = Job()
+    job.split(A, A, B)
+    job.to_intersect()
+    job.part(0, first, A)
+    job.part(0, second, A)
+    assert job.called_off() == dict.fromkeys(range(3), "rank 0 is out of step")
+
+
+def test_intersect_after_agree():
+    job = Job()
+    job.split(A, B)
+    job.to_intersect()
+    job.part(0, AGREE, A)
+    job.part(1, INTERSECT, b"\xff")
+    assert job.called_off() == dict.fromkeys(range(2), "rank 1 is out of step")
+
+
+def test_only_the_reference_rank_shares():
+    job = Job()
+    job.split(A, A, B)
+    job.part(1, SHARE, b"keys")
+    assert job.called_off() == dict.fromkeys(range(3), "rank 1 is not the reference rank")
+
+
+def test_bitmaps_of_unequal_length():
+    job = Job()
+    job.split(A, B)
+    job.to_intersect()
+    job.part(0, INTERSECT, b"\xff\xff")
+    job.part(1, INTERSECT, b"\xff")
+    assert job.called_off() == dict.fromkeys(range(2), "rank 1 has a bitmap of another length")
+
+
+def test_empty_bitmaps():
+    job = Job()
+    job.split(A, B)
+    job.to_intersect()
+    job.part(0, INTERSECT, b"")
+    job.part(1, INTERSECT, b"")
+    assert job.take() == to_all(range(2), INTERSECT, b"")
+
+
+def test_a_rank_that_can_not_go_on():
+    job = Job()
+    job.split(A, B, B)
+    job.part(1, ABORT, "out of memory: ü".encode())
+    job.part(2, ABORT, b"me too")
+    assert job.called_off() == dict.fromkeys((0, 2), "rank 1 can't go on: out of memory: ü")
+
+
+@pytest.mark.parametrize(("step", "late"), [(SHARE, "rank 1"), (INTERSECT, "ranks 0, 2"), (AGREE, "ranks 0, 2")])
+def test_time_is_up_names_who_is_late(step, late):
+    job = Job()
+    job.split(B, A, A, now=5.0)
+    if step != SHARE:
+        job.to_intersect(1)
+        job.part(1, step, A)
+    assert job.rounds.next_deadline() == 5.0 + TIMEOUT_S
+    job.tell(job.rounds.tick(4.9 + TIMEOUT_S))
+    assert job.take() == {} and len(job.promised) == 3
+    job.tell(job.rounds.tick(5.0 + TIMEOUT_S))
+    assert job.called_off() == dict.fromkeys(range(3), f"{late} did not come in time")
+
+
+def test_who_meets_again_in_another_order_finds_no_exchange():
+    """Rank 0 goes through the exchange of (0, 1) first and then that of (0, 2, 1), rank 1 the other way round."""
+    job = Job()
+    first = [job.vote(0, 1, [((0, 1), 0, 1)]), job.vote(1, 2, [((0, 1), 0, 1)], B)]
+    second = [job.vote(rank, number, [((0, 1, 2), 0, 1)]) for rank, number in enumerate((2, 1, 1))]
+    assert {step for frames in job.settle(*first).values() for _, step, _ in frames} == {START}
+    why = b"rank 1 is in the exchange of a later vote"
+    assert job.settle(*second) == {0: [(2, ABORT, why)], 1: [(1, ABORT, why)], 2: [(1, ABORT, why)]}
+    job.part(1, ABORT, b"done", number=2)
+    job.take()
+    assert {step for frames in job.settle(*second).values() for _, step, _ in frames} == {START}, "the first has ended"
+
+
+def test_votes_cast_ahead_open_several_exchanges():
+    job = Job()
+    for number in (1, 2, 3):
+        votes = [job.vote(rank, number, [((0, 1), number, number + 1)], bytes([rank]) * 16) for rank in range(2)]
+        assert job.settle(*votes) == to_all(range(2), START, bytes(4), number)
+    job.drop(1)
+    assert job.take() == {0: [(number, ABORT, b"rank 1 is gone") for number in (1, 2, 3)]}
+
+
+def test_open_exchanges_are_bounded(monkeypatch):
+    monkeypatch.setattr(_graph_plan, "MAX_OPEN_EXCHANGES", 3)
+    job = Job()
+    told = [job.settle(*[job.vote(rank, 1, [((n, n + 1), 0, 1)]) for rank in (n, n + 1)]) for n in range(0, 10, 2)]
+    steps = [{step for frames in each.values() for _, step, _ in frames} for each in told]
+    assert steps == [{START}] * 3 + [{ABORT}] * 2
+    job.part(0, ABORT, b"")
+    assert job.take() == {1: [(1, ABORT, b"rank 0 can't go on: ")]}
+    again = job.settle(*[job.vote(rank, 2, [((0, 1), 1, 2)]) for rank in (0, 1)])
+    assert again[0] == [(2, START, bytes(4))], "there is room again"
+
+
+def test_closed_rounds_say_nothing_more():
+    job = Job()
+    job.split(A, B)
+    job.rounds.close()
+    assert job.rounds.tick(1e9) == job.rounds.drop_rank(0, 0.0) == job.rounds.take(0, 1, SHARE, b"", 0.0) == []
+    assert job.rounds.next_deadline() is None
+
+
+def test_whatever_happens_every_promise_is_kept():
+    """One seed draws everything. A yes goes to all the ranks of the exchange, which gave one plan. In the end nobody
+    waits for an answer."""
+    outcomes = Counter()
+    for seed in range(250):
+        try:
+            _disturb(random.Random(seed), outcomes)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert min(outcomes[kind] for kind in ("yes", "no", "called off")) > 20, f"the simulation is lopsided: {outcomes}"
+
+
+def _disturb(rng, outcomes):
+    job = Job()
+    size = rng.choice((2, 3, 4, 6))
+    faults = rng.choice((0.0, 0.02, 0.1))
+    cast = dict.fromkeys(range(size), 0)
+    exchanges = []  # {rank: number}, of each that was opened
+    said = {}  # (rank, number) -> the step that it comes to, and the digest that it gave
+    for step in range(rng.randrange(5, 200)):
+        event = rng.random()
+        if event < 0.05:
+            ranks = tuple(sorted(rng.sample(range(size), rng.randrange(2, size + 1))))
+            for rank in ranks:
+                cast[rank] += 1
+            votes = [job.vote(rank, cast[rank], [(ranks, step, step + 1)], rng.choice((A, B, C))) for rank in ranks]
+            if any(frames[0][1] == START for frames in job.settle(*votes).values()):
+                exchanges.append({rank: cast[rank] for rank in ranks})
+        elif event < 0.05 + faults / 4:
+            job.drop(rng.randrange(size))
+        elif job.promised:
+            rank, number = rng.choice(sorted(job.promised))
+            come_to = said.get((rank, number), (SHARE, None))[0]
+            if rng.random() < faults:
+                come_to = rng.choice((START, SHARE, INTERSECT, AGREE, ABORT, 0, 7))
+            payload = b"\xff\xff" if come_to == INTERSECT else rng.choice((A,) * 6 + (B,))
+            open_ = job.rounds._of_rank[rank][number]
+            if come_to == SHARE and rank != open_.reference and rng.random() >= faults:
+                continue
+            if come_to in (INTERSECT, AGREE) and open_.step == SHARE and rng.random() >= faults:
+                continue
+            if come_to == AGREE and open_.step == INTERSECT and open_.heard and rng.random() >= faults:
+                continue
+            said[rank, number] = (min(come_to + 1, AGREE) if rank in open_.numbers else come_to, payload)
+            job.part(rank, come_to, payload, number)
+        for rank, frames in job.take().items():
+            for number, kind, payload in frames:
+                if kind == SHARE:
+                    said[rank, number] = (INTERSECT, None)
+                (exchange,) = [each for each in exchanges if each.get(rank) == number] or [None]
+                if kind == AGREE and payload == b"\x01":
+                    plans = {said[other, theirs][1] for other, theirs in exchange.items()}
+                    assert len(plans) == 1, "a yes to different plans"
+                    assert not any((other, theirs) in job.promised for other, theirs in exchange.items())
+                outcomes[{AGREE: "yes" if payload == b"\x01" else "no", ABORT: "called off"}.get(kind, "")] += 1
+    job.tell(job.rounds.tick(1e9))
+    assert not job.promised, f"promised and never told: {job.promised}"
+    assert not job.rounds._open and not job.rounds._of_rank
+
+
+def test_ranks_never_wait_for_one_another_in_a_cycle():
+    """Ranks cast their votes ahead, each in an order of its own, and go through what they are promised in that order:
+    without any timeout all come to an end."""
+    outcomes = Counter()
+    for seed in range(200):
+        rng = random.Random(seed)
+        size = rng.randrange(2, 6)
+        sizes = [rng.randrange(2, size + 1) for _ in range(rng.randrange(2, 9))]
+        groups = [tuple(sorted(rng.sample(range(size), length))) for length in sizes]
+        shuffled = rng.random() < 0.7
+        order = {rank: [place for place, group in enumerate(groups) if rank in group] for rank in range(size)}
+        for places in order.values():
+            if shuffled:
+                rng.shuffle(places)
+        job = Job()
+        inbox = {(rank, number): deque() for rank in order for number in range(len(order[rank]))}
+        players = {rank: _played(job, rank, len(order[rank]), inbox, outcomes) for rank in order}
+        waiting = rng.sample(range(len(groups)), len(groups))
+        while players or waiting:
+            if waiting and rng.random() < 0.3:
+                place = waiting.pop()
+                spans = [(groups[place], place, place + 1)]
+                votes = [job.vote(rank, order[rank].index(place), spans, bytes([rank]) * 16) for rank in groups[place]]
+                job.tell(job.rounds.settled(votes, 0.0))
+            moved = False
+            for rank in list(players):
+                try:
+                    moved |= next(players[rank])
+                except StopIteration:
+                    del players[rank]
+                    moved = True
+                for other, frames in job.take().items():
+                    moved = True
+                    for number, kind, payload in frames:
+                        inbox[other, number].append((kind, payload))
+            assert moved or waiting or not players, f"seed {seed}: ranks {sorted(players)} wait for one another"
+    assert outcomes["plan"] > 500 and outcomes["called off"] > 100, outcomes
+
+
+def _played(job, rank, count, inbox, outcomes):
+    """A rank that goes through its exchanges in order; yields whether it got on."""
+    for number in range(count):
+        frames = inbox[rank, number]
+        reference = None
+        for step in (START, SHARE, INTERSECT, AGREE):
+            if step in (INTERSECT, AGREE) or (step == SHARE and rank == reference):
+                job.part(rank, step, b"plan", number)
+                yield True
+            if step == SHARE and rank == reference:
+                continue
+            while not frames:
+                yield False
+            kind, payload = frames.popleft()
+            if kind == ABORT:
+                outcomes["called off"] += 1
+                break
+            assert kind == step
+            if kind == START:
+                reference = int.from_bytes(payload, "big")
+        else:
+            outcomes["plan"] += 1
+
+
+# ---------------------------------------------------------------------- the rounds, as a rank goes through them
+
+
+class Script:
+    """A channel whose frames are known ahead; notes what is sent."""
+
+    def __init__(self, *frames):
+        self.frames = list(frames)
+        self.sent = []
+        self.abandoned = []
+        self.closed = 0
+
+    def send(self, step, payload):
+        self.sent.append((step, payload))
+
+    def receive(self):
+        if not self.frames:
+            raise _vocabulary.HandshakePeerLostError("the coordinator is gone")
+        return self.frames.pop(0)
+
+    def close(self):
+        self.closed += 1
+
+    def abandon(self, step, payload):
+        self.abandoned.append((step, payload))
+
+
+def started(*frames, rank=1, reference=0):
+    channel = Script((START, reference.to_bytes(4, "big")), *frames)
+    exchange = _graph_plan.Exchange(channel, rank)
+    assert exchange.reference_rank() == reference
+    return exchange, channel
+
+
+def test_an_exchange_as_the_reference_and_as_another_rank_sees_it():
+    for rank in (0, 1):
+        answers = [(INTERSECT, b"\x03"), (INTERSECT, b"\x01"), (AGREE, b"\x01")]
+        exchange, channel = started(*([(SHARE, b"keys")] if rank else []), *answers, rank=rank)
+        assert exchange.share(None if rank else b"keys") == b"keys"
+        assert exchange.intersect(b"\x07") == b"\x03"
+        assert exchange.intersect(b"\x05") == b"\x01"
+        assert exchange.agree("ab" * 16) is True
+        parts = [(INTERSECT, b"\x07"), (INTERSECT, b"\x05"), (AGREE, b"\xab" * 16)]
+        assert channel.sent == [*([] if rank else [(SHARE, b"keys")]), *parts]
+        assert channel.closed == 1 and not exchange.is_undecided
+        exchange.leave()
+        del exchange
+        assert (len(channel.sent), channel.abandoned) == (len(parts) + (not rank), []), "it has ended"
+
+
+def test_a_no_is_a_no():
+    exchange, channel = started((AGREE, b"\x00"))
+    assert exchange.agree("ab" * 16) is False
+    assert not exchange.is_undecided and channel.closed == 1
+
+
+def test_an_exchange_that_is_called_off_says_so_once(caplog):
+    caplog.set_level(logging.INFO, "torch_tpu.handshake")
+    exchange, channel = started((SHARE, b"keys"), (ABORT, "rank 3 is gone: ü".encode()))
+    assert exchange.share(None) == b"keys"
+    assert exchange.intersect(b"\x01") is None
+    sent = list(channel.sent)
+    assert exchange.intersect(b"\x01") is None and exchange.agree("ab" * 16) is False and exchange.share(None) is None
+    assert not exchange.is_undecided
+    exchange.leave()
+    exchange.abort("no")
+    del exchange
+    assert (channel.sent, channel.abandoned, channel.closed) == (sent, [], 1)
+    assert [record.getMessage() for record in caplog.records] == ["handshake: no common plan: rank 3 is gone: ü"]
+
+
+def test_an_exchange_that_is_called_off_while_plans_are_compared_is_decided():
+    exchange, _ = started((ABORT, b"rank 3 is gone"))
+    assert exchange.agree("ab" * 16) is False and not exchange.is_undecided
+
+
+def test_a_rank_that_leaves_tells_the_others():
+    exchange, channel = started()
+    exchange.leave()
+    exchange.leave()
+    assert channel.sent == [(ABORT, b"it went on to its next vote instead")] and channel.closed == 1
+
+
+def test_a_long_reason_is_cut():
+    exchange, channel = started()
+    exchange.abort("x" * 100_000)
+    assert channel.sent == [(ABORT, b"x" * _graph_plan.MAX_REASON_BYTES)]
+
+
+def test_an_exchange_that_is_dropped_tells_the_others():
+    exchange, channel = started()
+    del exchange
+    assert channel.abandoned == [(ABORT, b"its ticket was thrown away")]
+    assert channel.sent == [], "a destructor must not wait for a lock"
+
+
+def test_a_lost_coordinator_raises_and_leaves_the_plan_undecided():
+    exchange, channel = started()
+    with pytest.raises(_vocabulary.HandshakePeerLostError):
+        exchange.intersect(b"\x01")
+    assert not exchange.is_undecided
+    with pytest.raises(_vocabulary.HandshakePeerLostError):
+        exchange.agree("ab" * 16)
+    assert exchange.is_undecided
+    sent = list(channel.sent)
+    exchange.leave()
+    assert channel.sent == sent, "the others may run the plan: it can't be called off any more"
+
+
+def test_a_coordinator_out_of_step_is_an_error():
+    exchange, _ = started((AGREE, b"\x01"))
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match="step"):
+        exchange.intersect(b"\x01")
+
+
+def test_keys_that_are_too_large_call_the_exchange_off(monkeypatch):
+    monkeypatch.setattr(_graph_plan, "MAX_SHARED_BYTES", 10)
+    exchange, channel = started(rank=0)
+    assert exchange.share(b"x" * 11) is None
+    assert channel.sent == [(ABORT, b"the reference graph's keys take 11 bytes")]
+
+
+def test_the_reference_rank_has_to_share():
+    exchange, _ = started(rank=0)
+    with pytest.raises(_vocabulary.HandshakeConfigError):
+        exchange.share(None)
 
 
 # ---------------------------------------------------------------------- real ranks
