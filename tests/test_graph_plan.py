@@ -300,6 +300,25 @@ def test_no_wait_is_moved_behind_a_mutation():
         assert targets.index("_c10d_functional.wait_tensor.default") < targets.index("aten.add_.Tensor")
 
 
+def test_collectives_meet_by_their_number():
+    """Rank 0 has the odd one first, the others last: the second is the second on all, however alike the others are."""
+
+    def program(rank):
+        def function(x):
+            for number in range(4):
+                x = reduce(x.sin(), "max" if number == (0 if rank == 0 else 3) else "sum")
+            return x
+
+        return made(function, matrix())
+
+    graphs = [program(rank) for rank in range(3)]
+    plans, _ = plans_of(graphs)
+    for plan, graph in zip(plans, graphs, strict=True):
+        assert " ".join(kinds(plan)) == "local skinny fat skinny"
+        assert plan.num_fat_collectives == 2
+        assert_runs_alike(graph, plan.program)
+
+
 def test_an_item_of_a_constant_stays_where_it_is():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -500,6 +519,29 @@ def test_keys_that_unpack_to_no_end_are_refused(monkeypatch):
     monkeypatch.setattr(_graph_plan, "MAX_KEYS_BYTES", 1000)
     with pytest.raises(_graph_plan.PlanError):
         _graph_plan.read_keys(zlib.compress(json.dumps([["00" * 8, [0], []]] * 1000).encode()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 100])
+def test_bits_survive_the_wire(count):
+    generator = random.Random(count)
+    bits = [generator.random() < 0.5 for _ in range(count)]
+    data = _graph_plan._pack(bits)
+    assert _graph_plan._unpack(data, count) == bits
+    damaged = [data + b"\0", *([data[1:]] if data else []), *([b"\xff" * len(data)] if count % 8 else [])]
+    for wrong in damaged:
+        with pytest.raises(_graph_plan.PlanError):
+            _graph_plan._unpack(wrong, count)
+
+
+def test_nothing_is_moved_past_a_barrier():
+    """Node 1 is wished behind the barrier, node 3 before it: neither goes, and node 4 only as far as it."""
+
+    def unit(position, is_barrier=False):
+        return _graph_plan.Unit(b"any", (position,), (0,) if position else (), {}, is_barrier, is_barrier)
+
+    units = [unit(0), unit(1), unit(2, is_barrier=True), unit(3), unit(4)]
+    assert _graph_plan._reorder(units, {1: (3, 0), 3: (0, 1), 4: (2, 0)}) == [0, 1, 2, 3, 4]
+    assert _graph_plan._reorder(units, {4: (2, 0)}) == [0, 1, 2, 4, 3]
 
 
 # ---------------------------------------------------------------------- random programs
@@ -715,6 +757,17 @@ def test_equal_programs_give_one_fat_segment():
         plans = plan_together([graph, graph, graph], 0)
         if sum(unit.num_collectives for unit in graph.units) > 1:
             assert [segment.kind for segment in plans[0].segments] == ["fat"]
+
+
+def test_what_reads_one_value_twice_is_not_what_reads_two():
+    def units(*reads):
+        inputs = [_graph_plan.Unit(bytes(8), (number,), ()) for number in range(2)]
+        return [*inputs, *[_graph_plan.Unit(b"multiply", (2 + n,), read) for n, read in enumerate(reads)]]
+
+    one, two = units((0, 0)), units((0, 1))
+    assert _graph_plan.match(one, two) == _graph_plan.match(two, one) == [-1, -1, -1]
+    assert _graph_plan.match(two, units((1, 0))) == [-1, -1, 2], "by another name"
+    assert _graph_plan.match(units((0, 1), (0, 1)), units((1, 0), (0, 1))) == [-1, -1, 2, -1], "but always the same one"
 
 
 @pytest.mark.parametrize("what", ["key", "wiring", "outputs", "value", "place", "mode"])
@@ -1043,6 +1096,15 @@ def test_a_rank_that_says_two_things(first, second):
     job.part(0, first, A)
     job.part(0, second, A)
     assert job.called_off() == dict.fromkeys(range(3), "rank 0 is out of step")
+
+
+def test_agree_while_others_intersect():
+    job = Job()
+    job.split(A, A, B)
+    job.to_intersect()
+    job.part(0, INTERSECT, A)
+    job.part(1, AGREE, A)
+    assert job.called_off() == dict.fromkeys(range(3), "rank 1 is out of step")
 
 
 def test_intersect_after_agree():
