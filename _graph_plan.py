@@ -301,7 +301,7 @@ def _units(nodes: Sequence[Unit], leaders: Sequence[int]) -> list[Unit]:
 
 
 def node_keys(own: OwnGraph) -> bytes:
-    """What the other ranks need to know of this rank's graph, for `share`: some 15 bytes a node."""
+    """What the other ranks need to know of this rank's graph, for `share`: some 10 bytes a node."""
     rows = [(unit.key.hex(), unit.values, unit.inputs) for unit in own.units]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
