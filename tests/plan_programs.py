@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and programs whose graphs differ between ranks, for `test_partition` and its gloo ranks."""
+"""Models and programs whose graphs differ between ranks, for `test_graph_plan` and its gloo ranks."""
 
 from collections.abc import Callable
 from typing import Any

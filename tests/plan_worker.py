@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One gloo rank of `test_partition`: `partition_worker.py RANK WORLD FOLDER` writes what it found to FOLDER."""
+"""One gloo rank of `test_graph_plan`: `plan_worker.py RANK WORLD FOLDER` writes what it found to FOLDER."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layout import load
-from partition_programs import PROGRAMS, TOKENS, VocabularyParallel, assert_runs_alike, joint_graphs, segments_of
+from plan_programs import PROGRAMS, TOKENS, VocabularyParallel, assert_runs_alike, joint_graphs, segments_of
 from torch._dynamo.backends.common import aot_autograd
 
-_partition = load("_partition")
+_graph_plan = load("_graph_plan")
 
 
-class GatheredRounds:
+class GatheredRounds(_graph_plan.Exchange):
     """The rounds of an exchange over torch.distributed itself."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ def compile_and_compare(model: torch.nn.Module, found: list[dict[str, Any]]) -> 
         def run(arguments):
             # The rounds are collectives. While a graph is compiled, torch (2.13) can deadlock in gloo's.
             if not splits:
-                plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
+                plan = _graph_plan.agree_on_plan(GatheredRounds(), graph_module)
                 assert plan is not None
-                splits.extend((_partition.split_skinny(graph_module), plan.program))
+                splits.extend((_graph_plan.split_skinny(graph_module), plan.program))
                 segments = segments_of(splits[1]).split()
                 found.append({"segments": segments, "fat_collectives": plan.num_fat_collectives})
             expected, outputs = (split(*arguments) for split in splits)
@@ -72,8 +72,8 @@ def compile_and_compare(model: torch.nn.Module, found: list[dict[str, Any]]) -> 
 
 def plan_and_compare(graph_module: Any) -> dict[str, Any]:
     """Runs a graph skinny and by its plan on the same inputs."""
-    plan = _partition.agree_on_plan(GatheredRounds(), graph_module)
-    assert_runs_alike(_partition.split_skinny(graph_module), plan.program)
+    plan = _graph_plan.agree_on_plan(GatheredRounds(), graph_module)
+    assert_runs_alike(_graph_plan.split_skinny(graph_module), plan.program)
     return {"segments": segments_of(plan.program).split(), "fat_collectives": plan.num_fat_collectives}
 
 
