@@ -103,7 +103,7 @@ class Voter:
     label: str = ""  # how messages name it beside its number, such as `host:pid`
     lost: str = ""  # what became of it, if it is gone
     lines: set[Line] = field(default_factory=set)
-    under_way: int = 0  # its votes without an answer
+    waiting: dict["Decision", None] = field(default_factory=dict)  # its votes without an answer, oldest first
     last: "Decision | None" = None
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ class _CollectiveHandshakeConsensus:
                 voter.lines.add(line)
                 if voter.lost:
                     line.lost[voter.ranks[0]] = voter.lost
-            busy = {voter for voter in members if voter.under_way}
+            busy = {voter for voter in members if voter.waiting}
             for component in self._open if busy else ():
                 if not busy.isdisjoint(component.votes):
                     component.belongs.add(line)
@@ -264,7 +264,7 @@ class _CollectiveHandshakeConsensus:
                 met.append(here)
             if len(line.cells) > (here is not None):
                 has_neighbours = True
-        if voter.lost or voter.under_way >= MAX_VOTES_UNDER_WAY:
+        if voter.lost or len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
             raise self._refused(voter)
         vote = Decision(voter, places, fingerprint, request, now)
         if not places:
@@ -305,10 +305,12 @@ class _CollectiveHandshakeConsensus:
         component.partial, component.differs = partial, differs
         if len(voter.lines) > len(places):
             component.belongs |= voter.lines
-        voter.under_way += 1
+        voter.waiting[vote] = None
         if not component.missing:
             finding = _fingerprints_differ(component.votes.values()) if differs else _FAT
-            settled = self._settle(component, finding, plan=differs)
+            # A rank that waits in an older vote can't come to look for a plan before that is answered.
+            plan = differs and all(next(iter(its.voter.waiting)) is its for its in component.votes.values())
+            settled = self._settle(component, finding, plan)
             return passed + settled if passed else settled
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
@@ -401,7 +403,7 @@ class _CollectiveHandshakeConsensus:
                 line.frontier.clear()  # all members stand there
         votes = list(component.votes.values())
         for vote in votes:
-            vote.voter.under_way -= 1
+            del vote.voter.waiting[vote]
             vote.finding, vote.plan = finding, plan
         return votes
 
@@ -517,7 +519,7 @@ class _CollectiveHandshakeConsensus:
         voter = self.voter(rank)
         if voter.last is None:
             return "has not voted yet" if voter.label else "has neither connected nor voted yet"
-        state = "still waits in" if voter.under_way else "last voted on"
+        state = "still waits in" if voter.last in voter.waiting else "last voted on"
         return f"{state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
 
 

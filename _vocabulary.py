@@ -70,17 +70,6 @@ class HandshakeTypeError(HandshakeConfigError, TypeError):
     """Something was given of a type that can't be what is wanted there."""
 
 
-def group_naming(given: str | None = None) -> str:
-    """How fingerprints name process groups: "role" or "exact".
-
-    Raises:
-        HandshakeConfigError: `given` is neither.
-    """
-    if given not in (None, "role", "exact"):
-        raise HandshakeConfigError(f'groups={given!r} is not a way to name groups; use "role" or "exact"')
-    return given or "role"
-
-
 class HandshakeStage(enum.Enum):
     """When ranks compare their graphs: never, once when a graph is compiled, or at every dispatch."""
 
