@@ -35,7 +35,7 @@ from handshake_backend import make_backend  # noqa: E402
 
 handshake = load("handshake")
 _graph = load("_graph")
-_partition = load("_partition")
+_graph_plan = load("_graph_plan")
 
 WORLD = 4
 COMPILE, DISPATCH = "COMPILE_STAGE", "DISPATCH_STAGE"
@@ -197,14 +197,14 @@ def plan_for_what_is_common():
     def fail(own, segments):
         raise RuntimeError("this graph can't be split")
 
-    make_plan = _partition.OwnGraph.plan
+    make_plan = _graph_plan.OwnGraph.plan
     if rank == 1:
-        _partition.OwnGraph.plan = fail
+        _graph_plan.OwnGraph.plan = fail
     torch._dynamo.reset()
     try:
         expect(Compiled(function, partial=True)(own_matrix()), SPLIT)
     finally:
-        _partition.OwnGraph.plan = make_plan
+        _graph_plan.OwnGraph.plan = make_plan
 
 
 def collectives_of_one_rank_alone():
@@ -484,7 +484,7 @@ def voting_backend(vote: Callable[[str, dict[Any, int]], bool], verdicts: list[b
         collectives = _graph.count_collectives(graph_module)
         verdicts.append(vote(_graph.graph_fingerprint(graph_module), collectives))
         if not verdicts[-1]:
-            graph_module = _partition.split_skinny(graph_module)
+            graph_module = _graph_plan.split_skinny(graph_module)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)
