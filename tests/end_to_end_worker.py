@@ -104,7 +104,7 @@ class Compiled:
         self,
         *functions: Callable[..., Any],
         dynamic: bool | None = None,
-        groups: str = "exact",
+        groups: str | None = None,
         partial: bool = False,
     ) -> None:
         """Several functions are compiled one by one, and called one after the other."""
@@ -361,7 +361,7 @@ def mesh_of_two_by_two():
     def function(x):
         return reduce(torch.tanh(reduce(x * 2, tp)), dp) * 3
 
-    expect(Compiled(function, groups="role")(own_matrix()), FAT)
+    expect(Compiled(function)(own_matrix()), FAT)
     # Every rank's groups are others than its neighbours', and they are all linked.
     torch._dynamo.reset()
     expect(Compiled(function, groups="exact")(own_matrix()), SPLIT)
@@ -382,6 +382,23 @@ def distributed_tensors():
     torch._dynamo.reset()
     differs = rank == 1
     expect(Compiled(function)(*inputs), Seen(split=2, segments=(3, 2)))
+
+
+def distributed_tensors_on_a_mesh_of_two_by_two():
+    """Data parallel by tensor parallel: each rank's groups are its own row and column; fat by default."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def function(x, by_columns, by_rows):
+        batch = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+        hidden = torch.tanh(batch @ DTensor.from_local(by_columns, mesh, [Replicate(), Shard(1)]))
+        summed = hidden @ DTensor.from_local(by_rows, mesh, [Replicate(), Shard(0)])
+        return summed.redistribute(mesh, [Shard(0), Replicate()]).to_local()
+
+    inputs = torch.ones(2, 3) * (1 + rank // 2), own_matrix().T.contiguous(), own_matrix()
+    expect(Compiled(function)(*inputs), FAT)
+    torch._dynamo.reset()
+    seen = Compiled(function, groups="exact")(*inputs)
+    expect((seen.fat, seen.split), (0, 2))
 
 
 def sizes_summed(x):
