@@ -20,18 +20,206 @@ the difference that it follows from; so are the constants that repeat such a siz
 """
 
 import bisect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 if __package__:
-    from ._align import align
-    from ._graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from ._graph_plan import align
     from ._vocabulary import format_ranks
 else:
-    from _align import align
-    from _graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from _graph_plan import align
     from _vocabulary import format_ranks
+
+_T = TypeVar("_T")
+_OPS = ("placeholder", "get_attr", "call", "output")
+
+# Bodies nested deeper than this are refused, as each level takes some of Python's stack; programs nest two or three.
+MAX_NESTED_BODIES = 50
+
+# A group of more ranks than this is refused: no job has as many.
+MAX_GROUP_RANKS = 2**20
+
+
+# --- Node records -----------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """The source line that a node comes from."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
+
+
+class Argument(NamedTuple):
+    """One leaf of a node's arguments.
+
+    Attributes:
+        path: where it is: `1`, `2[0]`, `dtype`.
+        text: a constant as it is written; of a reference, the name of the node.
+        producer: position of the node that it refers to, or None for a constant.
+    """
+
+    path: str
+    text: str
+    producer: int | None
+
+
+class Node(NamedTuple):
+    """A node of a graph.
+
+    Attributes:
+        name: its name in this graph.
+        op: placeholder | get_attr | call | output | text (a printed statement that was not understood).
+        target: what is called, as `print_readable` writes it (`torch.ops.aten.add.Tensor`); of a method `.name`, of a
+            submodule `self.name`; of get_attr the attribute.
+        arguments: the leaves of its arguments, in order; a get_attr has none.
+        line: the node in one line, as people read it.
+        dtype: torch's short form, `f32`; of a symbolic integer `Sym`; empty if unknown.
+        shape: the sizes as written, or None if unknown; of a symbolic integer its expression.
+        stride: the same, in elements.
+        device: its type without the index; empty if unknown.
+        note: what else is known of its form (a tensor subclass, placements).
+        source: where it comes from, the innermost frame.
+        user_source: the innermost frame outside torch and other installed libraries.
+        group: name of the process group of a collective or a point-to-point operation, else None.
+        collective: whether it counts as a collective (`_graph.count_collectives`).
+        constant: of a get_attr, the value of a tensor constant as text, if known.
+        mutated_by: of an input that the graph changes, what changes it, such as `copy_`; else None.
+    """
+
+    name: str
+    op: str
+    target: str
+    arguments: tuple[Argument, ...]
+    line: str
+    dtype: str = ""
+    shape: tuple[str, ...] | None = None
+    stride: tuple[str, ...] | None = None
+    device: str = ""
+    note: str = ""
+    source: Source | None = None
+    user_source: Source | None = None
+    group: str | None = None
+    collective: bool = False
+    constant: str | None = None
+    mutated_by: str | None = None
+
+
+class Body(NamedTuple):
+    """The nodes of a graph or of a body nested in it, in order: inputs, operations, output."""
+
+    name: str
+    nodes: list[Node]
+    bodies: dict[str, "Body"]
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [node for node in self.nodes if node.op == "placeholder"]
+
+
+class Graph(NamedTuple):
+    """One rank's graph.
+
+    Attributes:
+        body: its nodes, at least one.
+        fingerprint: empty if unknown.
+        rank: whose graph it is, or None.
+        groups: (ranks, description) of the process groups that it uses, by name.
+        first_line: where it starts in the text that it was read from, from 1.
+        is_cut: its end is missing.
+    """
+
+    body: Body
+    fingerprint: str = ""
+    rank: int | None = None
+    groups: Mapping[str, tuple[tuple[int, ...], str]] = {}
+    first_line: int = 1
+    is_cut: bool = False
+
+
+def read_record(text: str) -> Graph:
+    """The graph of a node record, which is the JSON text that `_graph.graph_record` gives.
+
+    Raises:
+        ValueError: it is not a valid record, or it is past one of the bounds above.
+    """
+    try:
+        record = json.loads(text)
+        if (version := record["handshake_graph"]) != 1:
+            raise ValueError(f"its version is {version!r}, this program reads version 1")
+        return Graph(
+            _read_body(record["body"], MAX_NESTED_BODIES),
+            _checked(str, record.get("fingerprint", "")),
+            None if record.get("rank") is None else _checked(int, record["rank"]),
+            {name: _read_group(group) for name, group in (record.get("groups") or {}).items()},
+        )
+    except KeyError as error:
+        raise ValueError(f"not a valid graph record: {error} is missing") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a valid graph record: {error}") from error
+
+
+def _checked(kind: type[_T], value: Any) -> _T:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _read_group(fields: Any) -> tuple[tuple[int, ...], str]:
+    ranks: list[int] = []
+    for first, count, step in fields["ranks"]:
+        if min(first, count, step) < 0 or len(ranks) + count > MAX_GROUP_RANKS:
+            raise ValueError(f"a group has negative ranks, or more than {MAX_GROUP_RANKS:,}")
+        ranks.extend(first + step * k for k in range(count))
+    return tuple(ranks), _checked(str, fields.get("description") or "")
+
+
+def _read_body(fields: Any, levels_left: int) -> Body:
+    if not levels_left:
+        raise ValueError(f"bodies are nested more than {MAX_NESTED_BODIES} levels deep (MAX_NESTED_BODIES)")
+    nodes = [_read_node(node, position) for position, node in enumerate(fields["nodes"])]
+    if not nodes:
+        raise ValueError("a body has no nodes")
+    bodies = {name: _read_body(body, levels_left - 1) for name, body in (fields.get("bodies") or {}).items()}
+    return Body(_checked(str, fields.get("name") or ""), nodes, bodies)
+
+
+def _read_node(fields: Any, position: int) -> Node:
+    if (op := fields["op"]) not in _OPS:
+        raise ValueError(f"{op!r} is not a kind of node")
+    arguments = []
+    for path, text, producer in fields.get("arguments") or ():
+        if producer is not None and not 0 <= _checked(int, producer) < position:
+            raise ValueError(f"node {position} reads node {producer}, which is not before it")
+        arguments.append(Argument(_checked(str, path), _checked(str, text), producer))
+    sizes = [fields.get(name) for name in ("shape", "stride")]
+    shape, stride = (None if each is None else tuple(_checked(str, size) for size in each) for each in sizes)
+    dtype, device, note = (_checked(str, fields.get(name) or "") for name in ("dtype", "device", "note"))
+    group, constant, mutated_by = (
+        _checked(str, fields[name]) if fields.get(name) else None for name in ("group", "constant", "mutated_by")
+    )
+    name, target, line = (_checked(str, fields[name]) for name in ("name", "target", "line"))
+    source, user_source = (_read_source(fields.get(name)) for name in ("source", "user_source"))
+    return Node(
+        name, op, target, tuple(arguments), line, dtype, shape, stride, device, note, source, user_source, group,
+        bool(fields.get("collective")), constant, mutated_by,
+    )  # fmt: skip
+
+
+def _read_source(fields: Any) -> Source | None:
+    if not fields:
+        return None
+    file, line, function, code = fields
+    return Source(_checked(str, file), _checked(int, line), _checked(str, function or ""), _checked(str, code or ""))
+
 
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
 # differences would be as long as both.
