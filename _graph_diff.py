@@ -422,9 +422,7 @@ def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tup
     return sorted(pairs)
 
 
-def _align_part(
-    a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def _align_part(a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """`count` operations from i and j on, which are all that one side has, one to one; inputs by what reads them."""
     matched = {i + k: j + k for k in range(count)} | {len(a.nodes) - 1: len(b.nodes) - 1}
     for x, y in list(matched.items()):

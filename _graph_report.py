@@ -816,10 +816,10 @@ def _with_graph(variant: Variant, payload: bytes) -> Variant:
         graphs = _read_printed(text)
         if not graphs:
             raise ValueError("the text holds no graph that could be read")
-    except (zlib.error, ValueError) as error:
-        return variant._replace(
-            note=f"{'the graph can’t be unpacked: ' if isinstance(error, zlib.error) else ''}{error}"
-        )
+    except zlib.error as error:
+        return variant._replace(note=f"the graph can't be unpacked: {error}")
+    except ValueError as error:
+        return variant._replace(note=str(error))
     several = "the text holds several graphs: only the first is compared" if len(graphs) > 1 else ""
     return variant._replace(graph=graphs[0], note=several)
 
@@ -1025,7 +1025,8 @@ class Reports:
         spans = {span for vote in votes for span in vote.spans}
         split = next((each for each in self._splits if each.meets(spans)), None)
         if split is None:
-            del self._splits[: len(self._splits) - MAX_SPLITS + 1]
+            if len(self._splits) >= MAX_SPLITS:
+                del self._splits[0]
             due = now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None
             split = _Split(votes[0].reason, due)
             self._splits.append(split)
