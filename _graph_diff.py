@@ -448,30 +448,24 @@ def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> It
         i, j = next_i + 1, next_j + 1
 
 
-class _Issued(NamedTuple):
-    """A collective as far as the order matters in which it is issued: all but what it reads."""
-
-    target: str
-    text: str
-    form: str
+class _Issued(str):
+    """A collective as far as the order matters in which it is issued: its operation, constants and group."""
 
 
-def _issued(body: Body, graph: Graph, with_form: bool, by_layout: bool) -> dict[int, _Issued]:
+def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, _Issued]:
     """The collectives of a body by position. `by_layout` takes groups of one layout for one, as the rows of a mesh."""
     issued = {}
     for position, node in enumerate(body.nodes):
-        if not node.collective:
-            continue
-        group = _group_argument(node)
-        constants = [each.text for each in node.arguments if each.producer is None and each is not group]
-        where = "" if node.group is None else f" on '{node.group}'"
-        ranks = _ranks(graph, node.group)
-        if ranks and by_layout:
-            where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
-        elif ranks:
-            where += f" = {format_ranks(ranks)}"
-        text = f"{short_target(node.target).split('.')[1]}({', '.join(constants)}){where}"
-        issued[position] = _Issued(node.target, text, _form(node) if with_form else "")
+        if node.collective:
+            group, ranks = _group_argument(node), _ranks(graph, node.group)
+            constants = [each.text for each in node.arguments if each.producer is None and each is not group]
+            where = "" if node.group is None else f" on '{node.group}'"
+            if ranks and by_layout:
+                where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
+            elif ranks:
+                where += f" = {format_ranks(ranks)}"
+            name = short_target(node.target).removesuffix(".default").rpartition(".")[2]
+            issued[position] = _Issued(f"{name}({', '.join(constants)}){where}")
     return issued
 
 
@@ -480,13 +474,12 @@ _Order = tuple[dict[int, _Issued], dict[int, _Issued]]
 
 
 def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
-    """The collectives of both, if only their order differs: told by all that they are, then without the form of their
-    results (which may follow from the order), then on groups of one layout."""
-    for with_form, by_layout in ((True, False), (False, False), (False, True)):
-        order = _issued(a, graphs[0], with_form, by_layout), _issued(b, graphs[1], with_form, by_layout)
+    """The collectives of both, if only their order differs: on the same groups, else on groups of one layout."""
+    for by_layout in (False, True):
+        order = _issued(a, graphs[0], by_layout), _issued(b, graphs[1], by_layout)
         sequences = [list(issued.values()) for issued in order]
         if sequences[0] == sequences[1]:
-            return None
+            break
         if sorted(sequences[0]) == sorted(sequences[1]):
             return order
     return None
@@ -504,11 +497,19 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
         cache: the reference's keys, for comparing it with many variants; whoever holds it must hold the reference.
     """
     comparer = _Comparer(reference, other, cache)
-    lacks = {
-        body.path: frozenset(i for i in range(len(body.reference.nodes)) if i not in body.to_other)
-        for body in comparer.bodies
-    }
-    return Comparison(comparer.differences, comparer.bodies, lacks, comparer.dropped)
+    differences, bodies, dropped = comparer.differences, comparer.bodies, comparer.dropped
+    nodes, other_nodes = reference.body.nodes, other.body.nodes
+    same = [
+        i for i, j in bodies[0].to_other.items() if nodes[i].op == "call" and nodes[i].target == other_nodes[j].target
+    ]
+    # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
+    calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
+    if calls >= MIN_CALLS and len(same) < MIN_COMMON_PART * calls:
+        first = next((node for node in nodes if node.user_source), nodes[0])
+        sizes = [describe_size(graph.body) for graph in (reference, other)]
+        differences, dropped = [Difference("graph", "", 0, first, "nothing in common", sizes)], 0
+    lacks = {each.path: frozenset(range(len(each.reference.nodes))) - each.to_other.keys() for each in bodies}
+    return Comparison(differences, bodies, lacks, dropped)
 
 
 class _Comparer:
@@ -524,15 +525,6 @@ class _Comparer:
         self._compare(reference.body, other.body, "")
         if not self.differences:
             self._compare_writing()
-        nodes, other_nodes = reference.body.nodes, other.body.nodes
-        same = (i for i, j in self.bodies[0].to_other.items() if nodes[i].target == other_nodes[j].target)
-        # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
-        calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
-        if calls >= MIN_CALLS and sum(nodes[i].op == "call" for i in same) < MIN_COMMON_PART * calls:
-            first = next((node for node in nodes if node.user_source), nodes[0])
-            sizes = [describe_size(graph.body) for graph in self._graphs]
-            self.differences = [Difference("graph", "", 0, first, "nothing in common", sizes)]
-            self.dropped = 0
 
     def _compare(self, a: Body, b: Body, path: str) -> None:
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
@@ -573,30 +565,26 @@ class _Comparer:
 
     def _find_break(self, comparison: BodyComparison, missing: list[int], added: list[int]) -> bool:
         """Whether one graph ends, or begins, where the other goes on, as after a graph break. Adds the difference."""
-        is_reference = bool(missing)
         bodies = [comparison.reference, comparison.other]
-        longer, shorter = bodies if is_reference else bodies[::-1]
+        longer, shorter = bodies if missing else bodies[::-1]
         run = missing or added
-        last = len(longer.nodes) - 2
-        if comparison.path or not run or (missing and added) or run[-1] - run[0] + 1 > len(run):
+        is_whole = all(body.nodes[-1].op == "output" for body in bodies)  # else it is cut off
+        if comparison.path or (missing and added) or not is_whole or not 0 < run[0] == run[-1] - len(run) + 1:
             return False
-        if not all(body.nodes[-1].op == "output" for body in bodies):  # one that was cut off
-            return False
-        is_start = run[-1] == last and longer.nodes[run[0] - 1].op != "placeholder"
-        is_end = len(run) > 1 and longer.nodes[run[0] - 1].op == "placeholder" and run[-1] < last
-        if run[0] == 0 or not (is_start or is_end):  # one node more at the start is not a graph of its own
+        begins = longer.nodes[run[0] - 1].op == "placeholder"
+        ends = run[-1] == len(longer.nodes) - 2
+        if begins == ends or (begins and len(run) < 2):  # one node more at the start is not a graph of its own
             return False
         nodes = [longer.nodes[k] for k in run]
-        first = next((node.user_source for node in nodes if node.user_source is not None), None)
-        size = f"{_describe_nodes(nodes)}{f', from {first.place}: {first.code}' if first is not None else ''}"
-        sides = [f"goes on with {size}", "ends here"] if is_start else [f"has {size}, before it", "begins here"]
-        edge = run[0] - 1 if is_start else run[-1] + 1
-        position = edge if is_reference else comparison.to_reference.get(edge, 0)
-        node = comparison.reference.nodes[position]
-        if is_reference:  # where the shorter one ends or begins, in the words of its rank
-            node = shorter.nodes[comparison.to_other.get(position, 0)]._replace(name=node.name)
-        what = "where one graph ends" if is_start else "where one graph begins"
-        self._add(Difference("graph break", "", position, node, what, sides if is_reference else sides[::-1], nodes))
+        source = next((f", from {each.place}: {each.code}" for node in nodes if (each := node.user_source)), "")
+        size = f"{_describe_nodes(nodes)}{source}"
+        sides = [f"goes on with {size}", "ends here"] if ends else [f"has {size}, before it", "begins here"]
+        edge = run[0] - 1 if ends else run[-1] + 1
+        position = edge if missing else comparison.to_reference[edge]
+        node = shorter.nodes[comparison.to_other[edge] if missing else position]
+        node = node._replace(name=comparison.reference.nodes[position].name)
+        what = f"where one graph {'ends' if ends else 'begins'}"
+        self._add(Difference("graph break", "", position, node, what, sides if missing else sides[::-1], nodes))
         return True
 
     def _add_order(self, comparison: BodyComparison, order: _Order, moved: Mapping[int, int]) -> None:
@@ -604,15 +592,11 @@ class _Comparer:
         sequences = [list(issued.items()) for issued in order]
         differ = [n for n, (x, y) in enumerate(zip(*sequences, strict=True)) if x[1] != y[1]]
         shown = [sequence[differ[0] : min(differ[-1] + 1, differ[0] + MAX_ORDER_SHOWN)] for sequence in sequences]
-        with_form = all(x.text == y.text for (_, x), (_, y) in zip(*shown, strict=True))
         more = " …" if len(shown[0]) <= differ[-1] - differ[0] else ""
-        sides = []
-        for body, sequence in zip((comparison.reference, comparison.other), shown, strict=True):
-            texts = [
-                f"{issued.text}{f' {issued.form}' if with_form else ''}{_short_place(body.nodes[k])}"
-                for k, issued in sequence
-            ]
-            sides.append(", then ".join(texts) + more)
+        sides = [
+            ", then ".join(f"{issued}{_short_place(body.nodes[k])}" for k, issued in sequence) + more
+            for body, sequence in zip((comparison.reference, comparison.other), shown, strict=True)
+        ]
         i = shown[0][0][0]
         node = comparison.reference.nodes[i]
         found = Difference("order of collectives", comparison.path, i, node, "place in the order", sides)
@@ -626,13 +610,10 @@ class _Comparer:
         for i, j in moved.items():
             if i - 1 in moved:
                 continue
-            # What stands on its other side there; the number of the place alone may be the same.
-            passed = next((p for p, q in comparison.pairs if (p < i) != (q < j)), None)
-            words = ("after", "before") if passed is not None and passed < i else ("before", "after")
-            by = "" if passed is None else f" `{a.nodes[passed].name}`"
+            # The number of the place alone may be the same.
             sides = [
-                f"node {k}{f', {word}{by}' if by else ''}{_short_place(body.nodes[k])}"
-                for body, k, word in ((a, i, words[0]), (b, j, words[1]))
+                f"node {k}, after `{body.nodes[k - 1].line}`{_short_place(body.nodes[k])}" if k else "node 0"
+                for body, k in ((a, i), (b, j))
             ]
             nodes = [a.nodes[k] for k in itertools.takewhile(moved.__contains__, itertools.count(i))]
             kind = "order of collectives" if any(node.collective for node in nodes) else "order"
@@ -650,7 +631,7 @@ class _Comparer:
         other_inputs = [j for j in added if b.nodes[j].op == "placeholder"]
         missing = [i for i in missing if a.nodes[i].op != "placeholder"]
         added = [j for j in added if b.nodes[j].op != "placeholder"]
-        if not is_order_told and self._find_break(comparison, missing, added):
+        if (missing or added) and not is_order_told and self._find_break(comparison, missing, added):
             return True  # with it come other inputs
         if inputs or other_inputs:
             body, only = (a, inputs) if inputs else (b, other_inputs)
