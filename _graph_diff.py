@@ -4,22 +4,17 @@
 A *record* is one rank's graph as JSON (`_graph.graph_record` makes it, `read_record` reads it); graphs that were only
 printed become the same objects by `_graph_text.parse`. Nothing here needs torch.
 
-**Alignment.** The nodes of two graphs are aligned first by all that a node is: operation, constants, dtype, shape …,
-and for its inputs only what produces them, so that an inserted node does not change the nodes after it. Then, in the
-gaps that this leaves, by operation alone.
+**Alignment.** Nodes are aligned by all that a node is: operation, constants, dtype, shape …, and for its inputs only
+what produces them, so that an inserted node does not change the nodes after it; in the gaps that this leaves, by
+operation alone. Where the operations of the shorter graph are those that the longer one begins or ends with, as after a
+graph break, they are matched one to one: an alignment would be free to match the end with the end. Where both graphs
+issue the same collectives in another order, each is matched with its like, and the order is one difference.
 
-**Comparison.** Matched nodes are compared field by field. A reference to another node is the same when the two
-producers are matched. Nodes left over are missing or added; those that stand next to one another or depend on one
-another are one difference. Nodes left over on both sides that are the same have moved.
-
-**Graph breaks.** Where the operations of the shorter graph are those that the longer one begins or ends with, they are
-matched one to one: an alignment would be free to match the end with the end. What is left over is one difference.
-
-**Order of collectives.** Where both graphs issue the same collectives in another order, each is matched with its like,
-whatever it reads, and the order is one difference.
-
-**Consequences.** A shape, dtype or stride that differs because an input's does is not reported again, only counted with
-the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
+**Comparison.** Matched nodes are compared field by field; references are the same when the producers are matched. Nodes
+left over are missing or added; those that stand next to one another or depend on one another are one difference. Those
+left over on both sides that are the same have moved. A shape, dtype or stride that differs because an input's does is
+only counted with the difference that it follows from; so are constants that repeat such a size, and readers of moved
+nodes.
 
 **Merging.** The same place in the reference that differs in several variants is one difference with one value per
 variant. Values that are affine in the rank, or in its place in a group, are recognised: such a constant is usually the
@@ -84,58 +79,32 @@ class Source(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """One leaf of a node's arguments.
+    """One leaf of a node's arguments."""
 
-    Attributes:
-        path: where it is: `1`, `2[0]`, `dtype`.
-        text: a constant as it is written; of a reference, the name of the node.
-        producer: position of the node that it refers to, or None for a constant.
-    """
-
-    path: str
-    text: str
-    producer: int | None
+    path: str  # where it is: `1`, `2[0]`, `dtype`
+    text: str  # a constant as it is written; of a reference, the name of the node
+    producer: int | None  # position of the node that it refers to, or None for a constant
 
 
 class Node(NamedTuple):
-    """A node of a graph.
-
-    Attributes:
-        name: its name in this graph.
-        op: placeholder | get_attr | call | output | text (a printed statement that was not understood).
-        target: what is called, as `print_readable` writes it (`torch.ops.aten.add.Tensor`); of a method `.name`, of a
-            submodule `self.name`; of get_attr the attribute.
-        arguments: the leaves of its arguments, in order; a get_attr has none.
-        line: the node in one line, as people read it.
-        dtype: torch's short form, `f32`; of a symbolic integer `Sym`; empty if unknown.
-        shape: the sizes as written, or None if unknown; of a symbolic integer its expression.
-        stride: the same, in elements.
-        device: its type without the index; empty if unknown.
-        note: what else is known of its form (a tensor subclass, placements).
-        source: where it comes from, the innermost frame.
-        user_source: the innermost frame outside torch and other installed libraries.
-        group: name of the process group of a collective or a point-to-point operation, else None.
-        collective: whether it counts as a collective (`_graph.count_collectives`).
-        constant: of a get_attr, the value of a tensor constant as text, if known.
-        mutated_by: of an input that the graph changes, what changes it, such as `copy_`; else None.
-    """
+    """A node of a graph. What a printed text doesn't tell is empty or None."""
 
     name: str
-    op: str
-    target: str
-    arguments: tuple[Argument, ...]
-    line: str
-    dtype: str = ""
-    shape: tuple[str, ...] | None = None
-    stride: tuple[str, ...] | None = None
-    device: str = ""
-    note: str = ""
-    source: Source | None = None
-    user_source: Source | None = None
-    group: str | None = None
-    collective: bool = False
-    constant: str | None = None
-    mutated_by: str | None = None
+    op: str  # placeholder | get_attr | call | output | text (a printed statement that was not understood)
+    target: str  # as `print_readable` writes it: `torch.ops.aten.add.Tensor`, method `.name`, submodule `self.name`
+    arguments: tuple[Argument, ...]  # the leaves, in order; a get_attr has none
+    line: str  # the node in one line, as people read it
+    dtype: str = ""  # torch's short form, `f32`; of a symbolic number `Sym`
+    shape: tuple[str, ...] | None = None  # the sizes as written; of a symbolic number its expression
+    stride: tuple[str, ...] | None = None  # in elements
+    device: str = ""  # its type without the index
+    note: str = ""  # a tensor subclass, placements
+    source: Source | None = None  # the innermost frame
+    user_source: Source | None = None  # the innermost frame outside torch and other installed libraries
+    group: str | None = None  # name of the process group of a collective or a point-to-point operation
+    collective: bool = False  # whether it counts as a collective (`_graph.count_collectives`)
+    constant: str | None = None  # of a get_attr, the value of a tensor constant
+    mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
 
 
 class Body(NamedTuple):
@@ -151,23 +120,14 @@ class Body(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """One rank's graph.
-
-    Attributes:
-        body: its nodes, at least one.
-        fingerprint: empty if unknown.
-        rank: whose graph it is, or None.
-        groups: (ranks, description) of the process groups that it uses, by name.
-        first_line: where it starts in the text that it was read from, from 1.
-        is_cut: its end is missing.
-    """
+    """One rank's graph. It has at least one node."""
 
     body: Body
-    fingerprint: str = ""
-    rank: int | None = None
-    groups: Mapping[str, tuple[tuple[int, ...], str]] = {}
-    first_line: int = 1
-    is_cut: bool = False
+    fingerprint: str = ""  # empty if unknown
+    rank: int | None = None  # whose graph it is
+    groups: Mapping[str, tuple[tuple[int, ...], str]] = {}  # (ranks, description) of its process groups, by name
+    first_line: int = 1  # where it starts in the text that it was read from
+    is_cut: bool = False  # its end is missing
 
 
 def read_record(text: str) -> Graph:
@@ -247,34 +207,22 @@ def _read_node(fields: Any, position: int) -> Node:
 class Difference:
     """One place in which at least one variant is not as the reference.
 
-    Attributes:
-        kind: constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
-            collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node),
-            nested body, tensor constant, text (only the way it is written), graph break (one graph is the beginning or
-            the end of the other), graph (nothing in common).
-        body: the nested body it is in, as a path; empty for the graph itself.
-        position: of the node in the reference (of an added node: of the one it comes before).
-        node: the reference's node; of an added one the variant's.
-        what: the part of the node that differs, such as `argument 1`.
-        sides: the reference's side, and that of the variant in which it was found.
-        nodes: of nodes missing or added: the run of them, the first MAX_RUN_NODES.
-        at_end: the run reaches the end (or the start) of the graph, as after a graph break.
-        follows: differences that are consequences of this one, most of any variant.
-        odd: after merging, the indices of the variants in which it differs.
-        values: after merging, the side of every variant by its index; NOT_THERE where it doesn't have the node.
-        alike: after merging, positions of further nodes that differ in the same way in the same variants.
-        formula: for a constant that is affine in the rank.
+    Its kind is constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
+    collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node), nested
+    body, tensor constant, text (only the way it is written), graph break, or graph (nothing in common).
     """
 
     kind: str
-    body: str
-    position: int
-    node: Node
-    what: str
-    sides: Sequence[str]
-    nodes: list[Node] = dataclasses.field(default_factory=list)
-    at_end: bool = False
-    follows: int = 0
+    body: str  # the nested body it is in, as a path; empty for the graph itself
+    position: int  # of the node in the reference (of an added node: of the one it comes before)
+    node: Node  # the reference's; of an added one the variant's
+    what: str  # the part of the node that differs, such as `argument 1`
+    sides: Sequence[str]  # the reference's, and that of the variant in which it was found
+    nodes: list[Node] = dataclasses.field(default_factory=list)  # missing or added, the first MAX_RUN_NODES
+    at_end: bool = False  # these reach the end (or the start) of the graph, as after a graph break
+    follows: int = 0  # differences that are consequences of this one, most of any variant
+    # After merging: the variants in which it differs; the side of every variant (NOT_THERE if it doesn't have the
+    # node); positions of further nodes that differ in the same way; the formula of a constant that depends on the rank.
     odd: list[int] = dataclasses.field(default_factory=list)
     values: dict[int, str] = dataclasses.field(default_factory=dict)
     alike: list[int] = dataclasses.field(default_factory=list)
@@ -293,58 +241,35 @@ class Difference:
 
 
 class BodyComparison(NamedTuple):
-    """How a variant's body lies against the reference's.
+    """How a variant's body lies against the reference's."""
 
-    Attributes:
-        path: the nested body's path; empty for the graph itself.
-        reference: the reference's body.
-        other: the variant's.
-        pairs: matched positions (reference, variant), ascending in both.
-        to_other: position in the variant of each node of the reference that is matched or moved.
-        to_reference: the other way round.
-        changed: positions in the reference whose node differs in itself, not only as a consequence.
-    """
-
-    path: str
+    path: str  # the nested body's; empty for the graph itself
     reference: Body
     other: Body
-    pairs: list[tuple[int, int]]
-    to_other: dict[int, int]
-    to_reference: dict[int, int]
-    changed: set[int]
+    pairs: list[tuple[int, int]]  # matched positions (reference, variant), ascending in both
+    to_other: dict[int, int]  # position in the variant of each node of the reference that is matched or moved
+    to_reference: dict[int, int]  # the other way round
+    changed: set[int]  # positions in the reference whose node differs in itself, not only as a consequence
 
 
 class Comparison(NamedTuple):
-    """One variant against the reference.
+    """One variant against the reference."""
 
-    Attributes:
-        differences: what differs, in the order of the reference.
-        bodies: how its bodies lie against the reference's.
-        lacks: by body, the positions of the reference's nodes that it doesn't have.
-        dropped: how many differences are past the bound.
-    """
-
-    differences: list[Difference]
+    differences: list[Difference]  # in the order of the reference
     bodies: list[BodyComparison]
-    lacks: dict[str, frozenset[int]]
-    dropped: int
+    lacks: dict[str, frozenset[int]]  # by body, the positions of the reference's nodes that the variant doesn't have
+    dropped: int  # differences past MAX_DIFFERENCES_PER_VARIANT
 
 
 # --- Aligning two bodies ----------------------------------------------------------------------------------------------
 
 
 class Keys(NamedTuple):
-    """What a body's nodes are compared by.
+    """What a body's nodes are compared by."""
 
-    Attributes:
-        content: all of a node; references by absolute position.
-        strict: all that tells what a node is; references by the producer's operation.
-        weak: the operation alone.
-    """
-
-    content: list[Any]
-    strict: list[Any]
-    weak: list[Any]
+    content: list[Any]  # all of a node; references by absolute position
+    strict: list[Any]  # all that tells what a node is; references by the producer's operation
+    weak: list[Any]  # the operation alone
 
 
 # Names of inputs that only count them; Dynamo's say which parameter or argument it is, which helps to match them.
@@ -510,6 +435,12 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
         differences, dropped = [Difference("graph", "", 0, first, "nothing in common", sizes)], 0
     lacks = {each.path: frozenset(range(len(each.reference.nodes))) - each.to_other.keys() for each in bodies}
     return Comparison(differences, bodies, lacks, dropped)
+
+
+# What differs between two nodes: its kind, what part of the node it is, and both sides. And the kinds of differences in
+# the form of a node's result.
+_Found = tuple[str, str, Sequence[str]]
+_FORM = ("dtype", "shape", "stride", "device", "tensor class")
 
 
 class _Comparer:
@@ -699,7 +630,8 @@ class _Comparer:
             for difference in self._fields(comparison, i, x, y):
                 is_form = difference.kind in _FORM
                 form_differs = form_differs or is_form
-                if difference.kind in ("operand", "outputs", "order of collectives") and order is not None:
+                is_wiring = difference.kind == "outputs" or difference.sides[0].startswith("reads `")
+                if is_wiring and order is not None:
                     order.follows += 1
                     continue
                 # Of a tensor whose shape differs the strides do too.
@@ -725,7 +657,7 @@ class _Comparer:
 
     def _fields(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
         """The differences between two matched nodes."""
-        found: Iterable[tuple[str, str, Sequence[str]]]
+        found: Iterable[_Found]
         if x.op == "get_attr":
             found = self._attributes(comparison, i, x, y)
         elif x.op == "output":
@@ -735,7 +667,9 @@ class _Comparer:
         for kind, what, sides in found:
             node = x
             if kind == "outputs":  # the line of a value that is returned
-                returned = (comparison.reference.nodes[each.producer] for each in x.arguments if each.producer)
+                returned = (
+                    comparison.reference.nodes[each.producer] for each in x.arguments if each.producer is not None
+                )
                 node = x._replace(user_source=next((each.user_source for each in returned), x.user_source))
             yield Difference(kind, comparison.path, i, node, what, sides)
         forms = [
@@ -745,7 +679,7 @@ class _Comparer:
             if left != right and left and right:  # a text without the field says nothing about it
                 yield Difference(kind, comparison.path, i, x, kind, (left, right))
 
-    def _groups(self, x: Node, y: Node) -> Iterator[tuple[str, str, Sequence[str]]]:
+    def _groups(self, x: Node, y: Node) -> Iterator[_Found]:
         """The process group, by name, else by its ranks."""
         if x.group is None or y.group is None:
             return
@@ -762,9 +696,7 @@ class _Comparer:
         elif None not in ranks and ranks[0] != ranks[1]:
             yield "group", "ranks of the group", sides
 
-    def _attributes(
-        self, comparison: BodyComparison, i: int, x: Node, y: Node
-    ) -> Iterator[tuple[str, str, Sequence[str]]]:
+    def _attributes(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[_Found]:
         path = comparison.path
         bodies = nested, other = nested_body(x, comparison.reference), nested_body(y, comparison.other)
         if nested is not None and other is not None:
@@ -773,16 +705,13 @@ class _Comparer:
                 self._compare(nested, other, f"{path}.{x.target}" if path else x.target)
             comparison.changed.update(() if is_same else (i,))
         elif nested is not other:
-            yield (
-                "nested body",
-                "nested body",
-                ["an attribute" if body is None else describe_size(body) for body in bodies],
-            )
+            sides = ["an attribute" if body is None else describe_size(body) for body in bodies]
+            yield "nested body", "nested body", sides
         elif x.constant is None and y.constant is None and x.target != y.target:
             yield "op", "attribute", (f"self.{x.target}", f"self.{y.target}")
         elif x.constant is not None and y.constant is not None and x.constant != y.constant:
-            sides = [_DIGEST.sub("", constant) for constant in (x.constant, y.constant)]
-            yield "tensor constant", "value", sides if sides[0] != sides[1] else (x.constant, y.constant)
+            values = [_DIGEST.sub("", constant) for constant in (x.constant, y.constant)]
+            yield "tensor constant", "value", values if values[0] != values[1] else (x.constant, y.constant)
 
     def _compare_writing(self) -> None:
         """What is left where no difference was found, and yet the graphs are not the same."""
@@ -794,23 +723,13 @@ class _Comparer:
                     self._add(Difference("text", body.path, i, x, "as written", (x.line, y.line)))
                     body.changed.add(i)
                     return
-        groups = [graph.groups for graph in self._graphs]
-        first = self._graphs[0].body.nodes[0]
-        for name in sorted(groups[0].keys() | groups[1].keys()):
-            if groups[0].get(name) != groups[1].get(name):
-                of_name = [each.get(name) for each in groups]
-                sides = [NOT_THERE if each is None else f"{format_ranks(each[0])}, {each[1]}" for each in of_name]
-                self._add(Difference("text", "", 0, first, f"process group '{name}'", sides))
-                return
 
 
-# The differences in the form of a node's result.
-_FORM = ("dtype", "shape", "stride", "device", "tensor class")
 _DTYPE = re.compile(r"torch\.(?:float|bfloat|int|uint|bool|half|double|long|complex|short|quint|qint)\w*$")
 _DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
 
 
-def _outputs(x: Node, y: Node, comparison: BodyComparison) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _outputs(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]:
     to_other, to_reference = comparison.to_other, comparison.to_reference
     lefts, rights = ([(each.path, each.producer, each.text) for each in node.arguments] for node in (x, y))
     if any(p is not None and p not in to_other for _, p, _ in lefts):
@@ -828,7 +747,7 @@ def _outputs(x: Node, y: Node, comparison: BodyComparison) -> Iterator[tuple[str
         yield "outputs", "outputs", sides if sides[0] != sides[1] else (x.line, y.line)
 
 
-def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]:
     """(kind, what, both sides) of each argument that differs, but for the group."""
     left_of, right_of = _by_argument(x), _by_argument(y)
     groups = _group_argument(x), _group_argument(y)

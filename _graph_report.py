@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import html
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -108,135 +109,95 @@ VERSIONS = ("python", "torch", "torch_tpu")
 
 
 class Variant(NamedTuple):
-    """One of the graphs, and who has it.
+    """One of the graphs, and who has it."""
 
-    Attributes:
-        ranks: the ranks that have it, ascending.
-        fingerprint: by which it was found to be another graph; may be empty.
-        graph: None if it is not known.
-        note: why there is no graph, or what is to be said about the one that there is.
-        hosts: `host:pid` of each of the ranks, or empty.
-    """
-
-    ranks: Sequence[int]
-    fingerprint: str = ""
-    graph: Graph | None = None
-    note: str = ""
-    hosts: Sequence[str] = ()
+    ranks: Sequence[int]  # ascending
+    fingerprint: str = ""  # by which it was found to be another graph
+    graph: Graph | None = None  # None if it is not known
+    note: str = ""  # why there is no graph, or what is to be said about the one that there is
+    hosts: Sequence[str] = ()  # `host:pid` of each of the ranks
 
 
 class Context(NamedTuple):
-    """What is known beside the graphs. Everything may be missing.
+    """What is known beside the graphs. Everything may be missing."""
 
-    Attributes:
-        groups: (ranks, (start, end)) of each group's line where the split was.
-        before: the handshakes just before, a line of text each, oldest first.
-        reason: why the vote was split.
-        notes: what was left out, and which bound made it so.
-        versions: {library: {version: its ranks}}.
-        title: what these graphs are, for the heading.
-    """
-
-    groups: Sequence[tuple[Sequence[int], tuple[int, int]]] = ()
-    before: Sequence[str] = ()
-    reason: str = ""
-    notes: Sequence[str] = ()
-    versions: Mapping[str, Mapping[str, Sequence[int]]] = {}
-    title: str = ""
+    groups: Sequence[tuple[Sequence[int], tuple[int, int]]] = ()  # ranks of each group, and the span that was split
+    before: Sequence[str] = ()  # the handshakes just before, a line of text each, oldest first
+    reason: str = ""  # why the vote was split
+    notes: Sequence[str] = ()  # what was left out, and which bound made it so
+    versions: Mapping[str, Mapping[str, Sequence[int]]] = {}  # {library: {version: its ranks}}
+    title: str = ""  # what these graphs are, for the heading
 
 
 # --- Advice -----------------------------------------------------------------------------------------------------------
 
 
 # What to do, by topic.
-_ADVICE_TEXT = """
+_ADVICE_TEXT = """\
 versions: The ranks have different library versions (above). Install the same ones everywhere first: other versions
-decompose, fuse and partition differently.
-
-hosts: The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile caches (a
-cache that is warm on some hosts only can give them an older graph; clear it or share it).
-
+  decompose, fuse and partition differently.
+hosts: The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile caches
+  (one that is warm on some hosts only can give them an older graph; clear it or share it).
 nothing differs: The graphs of {odd} and of the reference read the same, so their fingerprints differ in something that
-is not shown: values of tensor constants, inputs that are changed in place or share memory, or how the graph was
-compiled. A fingerprint of the executable also differs where library versions or compiler flags do.
-
+  is not shown: values of tensor constants, inputs that share memory, descriptions of process groups, or how the graph
+  was compiled. A fingerprint of the executable also differs where library versions or compiler flags do.
 shard: The bounds of each rank's shard ({formulas}) are baked into the graph as Python constants{at}. Keep them in a
-buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
-function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
-
+  buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
+  function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
 number: A number that depends on the rank ({formulas}) is baked into the graph as a Python constant{at}. Pass it in as a
-tensor, and compute with that (where it is an index or the start of a slice, by `x.index_select(dim, start +
-torch.arange(length))`): then all ranks trace one graph.
-
+  tensor, and compute with that (where it is an index or the start of a slice, by `x.index_select(dim, start +
+  torch.arange(length))`): then all ranks trace one graph.
 constant: A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment
-variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor.
-
-setting: An argument that no tensor can stand for (such as a kind of reduction, an epsilon, a dimension or a flag) is
-not the same on all ranks{at}: it comes from a setting, an environment variable or a branch on the rank. Make it equal
-on all ranks.
-
+  variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor.
+setting: An argument that no tensor can stand for (a kind of reduction, an epsilon, a dimension, a flag) is not the same
+  on all ranks{at}: it comes from a setting, an environment variable or a branch on the rank. Make it equal on all
+  ranks.
 tensor constant: A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it
-once in `__init__` with `register_buffer`, or pass it in as an input.
-
+  once in `__init__` with `register_buffer`, or pass it in as an input.
 graph break: One graph ends or begins where the other goes on{at}: probably a graph break, or a function compiled
-separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
-`torch.compile(fullgraph=True)` turns a break into an error at its place. If no rank breaks there, the rest is under a
-condition that depends on the rank: run it on all ranks.
-
+  separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
+  `torch.compile(fullgraph=True)` turns a break into an error at its place. If no rank breaks there, the rest is under a
+  condition that depends on the rank: run it on all ranks.
 collectives: Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another forever.
-Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to give), not
-under a condition that depends on the rank.
-
+  Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to give), not
+  under a condition that depends on the rank.
 graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are at different places of
-the program. Look for a branch on the rank or on data before this point, a graph break or a recompile on some ranks
-only, or a compile cache that is warm on some ranks only.
-
+  the program. Look for a branch on the rank or on data before this point, or for a graph break, a recompile or a warm
+  compile cache on some ranks only.
 operations: The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, and
-remove it or compute both sides on all ranks; else for other library versions, for a compile cache that is warm on some
-ranks only (clear it or share it), or for a partitioner that chose differently.
-
+  remove it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some
+  ranks only (clear it or share it), or a partitioner that chose differently.
 order of collectives: The same collectives come in another order on {odd}{at}: on the device the ranks would wait for
-one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
-keys, not over a set or dict that was filled in another order; without passes that reorder by timings measured in each
-process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for
-all.
-
+  one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
+  keys, not over a set or dict that was filled in another order; without passes that reorder by timings measured in each
+  process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for
+  all.
 shape: Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; uneven
-shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before the
-first call, or `torch.compile(dynamic=True)`.
-
+  shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before
+  the first call, or `torch.compile(dynamic=True)`.
 dtype: The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded checkpoint
-are the same everywhere.
-
+  are the same everywhere.
 stride: The stride is not the same on all ranks{at}: call `.contiguous()` (or use one memory format) before the compiled
-part.
-
+  part.
 device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
-
 name of a group: The group has the same ranks but was created under another name{at}: names are counted in the order of
-creation. Create the groups in the same order, and as many, on all ranks (every rank calls new_group for every group,
-its own or not), or take them from one DeviceMesh.
-
+  creation. Create the groups in the same order, and as many, on all ranks (every rank calls new_group for every group,
+  its own or not), or take them from one DeviceMesh.
 group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
-fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on all ranks, and create
-the groups in the same order on all of them.
-
+  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on all ranks, and
+  create the groups in the same order on all of them.
 change in place: An input is changed in place on some ranks only{at}: change it on all ranks or on none, or work on a
-copy.
-
+  copy.
 inputs: The graphs take different inputs: check that all ranks have the same parameters and the same optional arguments,
-that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or on
-none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call.
-
+  that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or on
+  none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call.
 outputs: The graphs return different values: check that the same parameters need gradients on all ranks, that the
-function returns the same on all, and that a compile cache or partitioner did not choose other tensors to save for
-backward on some ranks.
-
+  function returns the same on all, and that a compile cache or partitioner did not choose other tensors to save for
+  backward on some ranks.
 text: No operation differs, only how the graph is written{at}: arguments that are passed by position or in another
-order, or texts that different library versions have printed. Call it in one way, and install the same versions on all
-ranks.
-"""
-_ADVICE = dict(" ".join(topic.split()).split(": ", 1) for topic in _ADVICE_TEXT.split("\n\n"))
+  order, or texts that different library versions have printed. Call it in one way, and install the same versions on all
+  ranks."""
+_ADVICE = dict(" ".join(topic.split()).split(": ", 1) for topic in re.split(r"\n(?! )", _ADVICE_TEXT))
 
 # Operations whose integers are sizes, or the places of a part; those that compute with a number, which may be a tensor;
 # and among these, those that find what of an index is in a shard.
@@ -306,25 +267,15 @@ def explain(variants: Iterable[Variant], context: Context | None = None) -> "Rep
 
 
 class Report:
-    """What differs between the variants of one graph.
-
-    Attributes:
-        context: what is known beside the graphs.
-        variants: largest first, without their nodes.
-        reference: index of the variant that the others are compared with: the first whose graph is known.
-        comparisons: by index of the variant.
-        alike: indices of the variants that differ from the reference in the same places, together. The bodies are kept
-            only in the comparison of the first of them.
-        differences: merged over the variants, in the order of the reference.
-        facts: what there is to say, to be written as JSON; the text and the page are made from it.
-    """
+    """What differs between the variants of one graph. Its public attributes are listed in `__init__`."""
 
     def __init__(self, variants: Iterable[Variant], context: Context) -> None:
         self.context = context
-        self.variants: list[Variant] = []
-        self.comparisons: dict[int, Comparison] = {}
+        self.variants: list[Variant] = []  # largest first, without their nodes
+        self.reference = 0  # the variant that the others are compared with: the first whose graph is known
+        self.comparisons: dict[int, Comparison] = {}  # by index of the variant
+        # Variants that differ from the reference in the same places, together; only the first's bodies are kept.
         self.alike: dict[Any, list[int]] = {}
-        self.reference = 0
         self._graph: Graph | None = None  # the reference's
         sizes: dict[int, str] = {}
         groups = [ranks for ranks, _ in context.groups]
@@ -340,12 +291,12 @@ class Report:
                 else:
                     self._keep(number, _graph_diff.compare(self._graph, graph, cache))
             self.variants.append(variant)
-        self.differences = _graph_diff.merge(self.comparisons)
+        self.differences = _graph_diff.merge(self.comparisons)  # in the order of the reference
         for difference in self.differences:
             if difference.kind == "constant":
                 values = {rank: side for ranks, side in self.sides(difference) if side != NOT_THERE for rank in ranks}
                 difference.formula = _graph_diff.recognise(values, groups)
-        self.facts = self._facts(sizes)
+        self.facts = self._facts(sizes)  # what there is to say, as JSON; the text and the page are made from it
 
     def _keep(self, number: int, comparison: Comparison) -> None:
         pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
@@ -375,46 +326,35 @@ class Report:
 
     def _facts(self, sizes: Mapping[int, str]) -> dict[str, Any]:
         context = self.context
-        libraries = sorted((name, of_version) for name, of_version in context.versions.items() if len(of_version) > 1)
         versions = []
-        for library, ranks_of in libraries:
-            by_size = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
-            versions.append(
-                f"{library}: {', '.join(f'{version} on {format_ranks(ranks)}' for version, ranks in by_size)}"
-            )
+        for library, ranks_of in sorted(context.versions.items()):
+            largest_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+            texts = [f"{version} on {format_ranks(ranks)}" for version, ranks in largest_first]
+            versions += [f"{library}: {', '.join(texts)}"] if len(texts) > 1 else []
+        variants = []
+        for number, (ranks, fingerprint, _, _, hosts) in enumerate(self.variants):
+            variant = {"name": _letters(number), "ranks": format_ranks(ranks), "size": sizes.get(number, "")}
+            variants.append({**variant, "fingerprint": fingerprint, "hosts": list(hosts)})
+        differences = []
+        for each in self.differences:
+            sides = [{"ranks": format_ranks(ranks), "value": value} for ranks, value in _shown(self.sides(each))]
+            fact: dict[str, Any] = {
+                "kind": each.kind,
+                "place": self._place(each),
+                "what": each.what,
+                "source": _source_of(each),
+            }
+            fact |= {"sides": sides, "formula": each.formula, "alike": each.alike, "follows": each.follows}
+            differences.append(fact)
         return {
             "handshake_report": 1,
             "headline": self.headline(),
             "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
             "reason": context.reason,
             "versions": versions,
-            "variants": [
-                {
-                    "name": _letters(number),
-                    "ranks": format_ranks(variant.ranks),
-                    "size": sizes.get(number, ""),
-                    "fingerprint": variant.fingerprint,
-                    "hosts": list(variant.hosts),
-                }
-                for number, variant in enumerate(self.variants)
-            ],
+            "variants": variants,
             "reference": _letters(self.reference),
-            "differences": [
-                {
-                    "kind": each.kind,
-                    "place": self._place(each),
-                    "what": each.what,
-                    "source": _source_of(each),
-                    "sides": [
-                        {"ranks": format_ranks(ranks), "value": value}
-                        for (ranks, _), value in zip(self.sides(each), _shown(self.sides(each)), strict=True)
-                    ],
-                    "formula": each.formula,
-                    "alike": each.alike,
-                    "follows": each.follows,
-                }
-                for each in self.differences
-            ],
+            "differences": differences,
             "advice": self._advice(bool(versions)),
             "before": list(context.before),
             "notes": [*self._notes(), *context.notes],
@@ -547,16 +487,16 @@ def _description(variant: Mapping[str, Any]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _shown(sides: Sequence[tuple[object, str]]) -> list[str]:
-    """The values as they are to be read: long ones from a little before the first character that differs."""
-    values = [value for _, value in sides if value != NOT_THERE]
-    if len(values) < 2 or max(map(len, values)) <= MAX_LINE_CHARACTERS:
-        return [_cut(value, MAX_NODE_CHARACTERS) for _, value in sides]
-    first, last = min(values), max(values)  # what these two begin with, all do
-    alike = next((k for k, (x, y) in enumerate(zip(first, last, strict=False)) if x != y), len(first))
-    start = max(0, alike - LEAD_CHARACTERS)
+def _shown(sides: list[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
+    """The sides as they are to be read: long ones from a little before the first character that differs."""
+    values = sorted(value for _, value in sides if value != NOT_THERE)
+    start = 0
+    if len(values) > 1 and max(map(len, values)) > MAX_LINE_CHARACTERS:
+        # What the first and the last begin with, all do.
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values[0], values[-1], strict=False))
+        start = max(0, sum(1 for _ in alike) - LEAD_CHARACTERS)
     shown = [value if value == NOT_THERE or not start else f"…{value[start:]}" for _, value in sides]
-    return [_cut(value, MAX_NODE_CHARACTERS) for value in shown]
+    return [(ranks, _cut(value, MAX_NODE_CHARACTERS)) for (ranks, _), value in zip(sides, shown, strict=True)]
 
 
 def _source_of(difference: Difference) -> str:
@@ -896,12 +836,12 @@ class _Split:
 
 
 class _Job(NamedTuple):
-    """A comparison: the path of its files without their suffixes, what `main` reads, and the ranks of the split."""
+    """A comparison to be made."""
 
-    stem: str
-    head: dict[str, Any]
+    stem: str  # the path of its files without their suffixes
+    head: dict[str, Any]  # what `main` reads, and after it the graphs
     graphs: list[bytes]
-    ranks: list[int]
+    ranks: list[int]  # of the split
 
 
 class _Running(NamedTuple):
@@ -1010,11 +950,7 @@ class Reports:
                 self._running.process.wait(left_s)
                 frames += self._finish()
         self._jobs.clear()
-        if self._running is not None:
-            self._running.process.kill()
-            self._running.process.wait()
-            self._running.output.close()
-            self._running = None
+        self._finish()
         return frames
 
     # ------------------------------------------------------------------ splits
