@@ -229,11 +229,6 @@ class Difference:
     formula: str = ""
 
     @property
-    def reference(self) -> str:
-        """The reference's side."""
-        return self.sides[0]
-
-    @property
     def source(self) -> Source | None:
         """The user's own source line."""
         nodes = (self.node, *self.nodes)
@@ -908,8 +903,8 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
     merged: dict[Any, Difference] = {}
     for variant, comparison in comparisons.items():
         for difference in comparison.differences:
-            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.reference)
-            if difference.reference == NOT_THERE:
+            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.sides[0])
+            if difference.sides[0] == NOT_THERE:
                 key = (*key, tuple(node.target for node in difference.nodes))
             known = merged.setdefault(key, difference)
             known.odd.append(variant)
@@ -921,7 +916,7 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
         if difference.nodes:
             key = (*key, tuple(node.target for node in difference.nodes), tuple(difference.values))
         else:
-            key = (*key, difference.reference, tuple(difference.values.items()))
+            key = (*key, difference.sides[0], tuple(difference.values.items()))
         if difference.kind in ("order of collectives", "inputs", "outputs"):
             key = (*key, difference.position)
         known = first.setdefault(key, difference)
@@ -933,7 +928,7 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
             # A nested body that was not compared is equal.
             is_lacking = difference.position in comparison.lacks.get(difference.body, ())
             is_lacking = is_lacking and difference.what not in ("added", "inputs")
-            difference.values.setdefault(variant, NOT_THERE if is_lacking else difference.reference)
+            difference.values.setdefault(variant, NOT_THERE if is_lacking else difference.sides[0])
     return list(first.values())
 
 

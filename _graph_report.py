@@ -36,41 +36,28 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 if __package__:
     from . import _graph_diff
     from ._graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
-    from ._graph_plan import align
     from ._vocabulary import HandshakeError, format_ranks
 else:
     import _graph_diff
     from _graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
-    from _graph_plan import align
     from _vocabulary import HandshakeError, format_ranks
 
 _logger = logging.getLogger("torch_tpu.handshake")
 
 
-class Limits(NamedTuple):
-    """How much of a report's text is shown: in a log a screen or two, on the page what a browser scrolls with ease."""
-
-    differences: int
-    variants: int
-    values: int
-    advice: int
-    notes: int
-
-
-LOG_LIMITS = Limits(differences=10, variants=8, values=4, advice=6, notes=8)
-PAGE_LIMITS = Limits(differences=200, variants=64, values=64, advice=99, notes=99)
+# Of differences, variants, notes and pieces of advice so many are shown, and of the values of one difference: in a log
+# that is a screen or two, on the page what a browser scrolls with ease.
+MAX_LOG_ITEMS, MAX_LOG_VALUES = 10, 4
+MAX_PAGE_ITEMS, MAX_PAGE_VALUES = 200, 64
 MAX_TEXT_COLUMNS = 110
-MAX_HEAD_CHARACTERS = 300
 # A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
 MAX_LINE_CHARACTERS = 160
 LEAD_CHARACTERS = 40
-# Graphs side by side: of variants, rows, and equal nodes around a changed one; then the characters of a node, and the
-# words of it up to which what changed is marked.
+# Graphs side by side: of variants, rows, and equal nodes around a changed one; and the characters of a node.
 MAX_COMPARISONS = 12
 MAX_ROWS = 400
 CONTEXT_NODES = 3
 MAX_NODE_CHARACTERS = 2000
-MAX_MARKED_WORDS = 400
 
 # A graph on its way, compressed (one of 100,000 nodes takes some 4 MB), and what it may be unpacked.
 MAX_GRAPH_BYTES = 8 * 2**20
@@ -219,7 +206,7 @@ def _constant_topic(difference: Difference) -> str:
         # A part that has the same size everywhere begins at another place.
         is_start = name in ("slice", "narrow") and node.shape is not None and not difference.follows
         return "number" if is_start and formula else "shape"
-    sides = (difference.reference, *difference.values.values())
+    sides = (difference.sides[0], *difference.values.values())
     are_numbers = all(
         _graph_diff.NUMBER.match(each) or each.endswith(", computed") or each == NOT_THERE for each in sides
     )
@@ -312,7 +299,7 @@ class Report:
 
     def sides(self, difference: Difference) -> list[tuple[list[int], str]]:
         """(ranks, value) of each value, the reference's first, then in the order of the variants."""
-        ranks_of = {difference.reference: list(self.variants[self.reference].ranks)}
+        ranks_of = {difference.sides[0]: list(self.variants[self.reference].ranks)}
         for number, value in sorted(difference.values.items()):
             ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
         return [(ranks, value) for value, ranks in ranks_of.items()]
@@ -428,7 +415,7 @@ class Report:
             notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
         return notes
 
-    def text(self, limits: Limits = LOG_LIMITS) -> str:
+    def text(self, most_items: int = MAX_LOG_ITEMS, most_values: int = MAX_LOG_VALUES) -> str:
         """The report as text."""
         facts = self.facts
         lines = [facts["headline"]]
@@ -439,10 +426,9 @@ class Report:
         if len(self.variants) > 1:
             lines.append(f"Variants, largest first; {facts['reference']} is the reference:")
             lines += [
-                f"  {each['name']}  {each['ranks']}  {_description(each)}"
-                for each in facts["variants"][: limits.variants]
+                f"  {each['name']}  {each['ranks']}  {_description(each)}" for each in facts["variants"][:most_items]
             ]
-            left = range(limits.variants, len(self.variants))
+            left = range(most_items, len(self.variants))
             lines += [f"  and {number_of(len(left), 'variant')} more on {self.ranks(left)}"] if left else []
         differences = facts["differences"]
         if differences:
@@ -450,11 +436,11 @@ class Report:
             also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
             places = sum(1 + len(each["alike"]) for each in differences)
             lines.append(f"What differs, in {number_of(places, 'place')}{also}:")
-        for number, each in enumerate(differences[: limits.differences], 1):
-            lines.append(_cut(f"  {number}. {each['kind']}: {each['place']}, {each['what']}", MAX_HEAD_CHARACTERS))
+        for number, each in enumerate(differences[:most_items], 1):
+            lines.append(_cut(f"  {number}. {each['kind']}: {each['place']}, {each['what']}", 2 * MAX_LINE_CHARACTERS))
             sides = [f"{side['ranks']}: {_cut(side['value'])}" for side in each["sides"]]
-            if len(sides) > limits.values:
-                sides = [*sides[: limits.values - 1], f"… {len(sides) - limits.values} more …", sides[-1]]
+            if len(sides) > most_values:
+                sides = [*sides[: most_values - 1], f"… {len(sides) - most_values} more …", sides[-1]]
             alike = each["alike"]
             shown = ", ".join(map(str, alike[:6])) + (" …" if len(alike) > 6 else "")
             below = [
@@ -464,18 +450,18 @@ class Report:
                 f"the same at {number_of(len(alike), 'more place')}: node {shown}" if alike else "",
             ]
             lines += [f"     {line}" for line in below if line]
-        if more := Counter(each["kind"] for each in differences[limits.differences :]):
+        if more := Counter(each["kind"] for each in differences[most_items:]):
             kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
             lines.append(f"  and {more.total():,} more ({kinds})")
         lines += ["What to do:"] if facts["advice"] else []
-        for advice in facts["advice"][: limits.advice]:
+        for advice in facts["advice"][:most_items]:
             wrapped = textwrap.wrap(advice, MAX_TEXT_COLUMNS, break_long_words=False, break_on_hyphens=False)
             lines += [f"  {' ' if number else '-'} {line}" for number, line in enumerate(wrapped)]
         lines += ["Handshakes just before:"] if facts["before"] else []
         lines += [f"  {line}" for line in facts["before"]]
         notes = [f"Note: {note}" for note in facts["notes"]]
-        lines += notes[: limits.notes]
-        lines += [f"and {len(notes) - limits.notes} more notes"] if len(notes) > limits.notes else []
+        lines += notes[:most_items]
+        lines += [f"and {len(notes) - most_items} more notes"] if len(notes) > most_items else []
         return "\n".join(lines) + "\n"
 
 
@@ -511,13 +497,8 @@ def _source_text(source: Source) -> str:
 
 
 def _letters(number: int) -> str:
-    """A variant's short name: A for the first, AA after Z."""
-    letters = ""
-    while number >= 0:
-        number, letter = divmod(number, 26)
-        letters = chr(65 + letter) + letters
-        number -= 1
-    return letters
+    """A variant's short name: A for the first, A1 after Z."""
+    return f"{chr(65 + number % 26)}{number // 26 or ''}"
 
 
 def _cut(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
@@ -530,20 +511,18 @@ def _cut(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #59636e; --panel: #f6f8fa; --old: #ffebe9;
-  --old-mark: #ffb3ab; --new: #dafbe1; --new-mark: #8fe3a3; }
+  --new: #dafbe1; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9198a1; --panel: #151b23;
-  --old: #3c1618; --old-mark: #8c2f2f; --new: #12321d; --new-mark: #1f6f37; } }
+  --old: #3c1618; --new: #12321d; } }
 body { margin: 0 auto; max-width: 1500px; padding: 1rem 1.5rem 4rem; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
 pre, td { font: 12.5px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { background: var(--panel); padding: 1rem; } table { border-collapse: collapse; table-layout: fixed; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; } .at { width: 4.2rem; color: var(--soft); }
-th, .wide { background: var(--panel); color: var(--soft); } mark { color: inherit; }
-.old { background: var(--old); } .old mark { background: var(--old-mark); }
-.new { background: var(--new); } .new mark { background: var(--new-mark); }
+th, .wide { background: var(--panel); color: var(--soft); } .old { background: var(--old); }
+.new { background: var(--new); }
 """
-_WORD = re.compile(r"'(?:[^'\\]|\\.)*'|[A-Za-z_][\w.]*|-?\d[\w.]*|\s+|.")
 
 
 def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()) -> str:
@@ -565,7 +544,7 @@ def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()
         links = (f'<li><a href="#report{k}">{html.escape(each.headline())}</a></li>' for k, each in enumerate(reports))
         parts.append(f"<ul>{''.join(links)}</ul>")
     for number, report in enumerate(reports):
-        parts.append(f'<pre id="report{number}">{html.escape(report.text(PAGE_LIMITS))}</pre>')
+        parts.append(f'<pre id="report{number}">{html.escape(report.text(MAX_PAGE_ITEMS, MAX_PAGE_VALUES))}</pre>')
         parts += _comparisons(report)
     return "\n".join([*parts, "</body></html>\n"])
 
@@ -598,31 +577,23 @@ def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]
     yield "<table><tr>" + "".join(f'<th class="at"></th><th>{html.escape(name)}</th>' for name in names) + "</tr>"
     if comparison.path:
         yield _wide(f"nested body {comparison.path}")
-    positions = [
-        {node.name: k for k, node in enumerate(body.nodes)} for body in (comparison.reference, comparison.other)
-    ]
+    bodies = comparison.reference, comparison.other
     last, source = -1, None
     for number in near[:MAX_ROWS]:
         if number > last + 1:
             yield _wide(f"… {number_of(number - last - 1, 'equal node')} …")
         last = number
-        left, right, is_changed = rows[number]
-        nodes = [
-            None if position is None else body.nodes[position]
-            for position, body in ((left, comparison.reference), (right, comparison.other))
-        ]
+        *places, is_changed = rows[number]
+        nodes = [None if at is None else body.nodes[at] for at, body in zip(places, bodies, strict=True)]
         line = next((node.user_source for node in nodes if node is not None), None)
         if line is not None and (source is None or line[:2] != source[:2]):
             source = line
             yield _wide(_source_text(source))
-        texts = ["" if node is None else _cut(node.line, MAX_NODE_CHARACTERS) for node in nodes]
-        cells = list(map(html.escape, texts))
-        if is_changed and None not in nodes:
-            cells = _marked(texts, positions, comparison.to_reference)
         row = ""
-        for position, cell, style in ((left, cells[0], "old"), (right, cells[1], "new")):
-            style = style if is_changed and position is not None else ""
-            row += f'<td class="at">{"" if position is None else position}</td><td class="{style}">{cell}</td>'
+        for at, node, style in zip(places, nodes, ("old", "new"), strict=True):
+            cell = "" if node is None else html.escape(_cut(node.line, MAX_NODE_CHARACTERS))
+            style = style if cell and is_changed else ""
+            row += f'<td class="at">{"" if at is None else at}</td><td class="{style}">{cell}</td>'
         yield f"<tr>{row}</tr>"
     if len(near) > MAX_ROWS:
         yield _wide(f"… {number_of(len(near) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
@@ -641,24 +612,6 @@ def _rows(comparison: BodyComparison) -> Iterator[tuple[int | None, int | None, 
         if next_i < ends[0]:
             yield next_i, next_j, next_i in comparison.changed
         i, j = next_i + 1, next_j + 1
-
-
-def _marked(lines: list[str], positions: list[dict[str, int]], to_reference: Mapping[int, int]) -> list[str]:
-    """Both lines in HTML, with the words marked that the other doesn't have. Matched nodes may have other names."""
-    words = [_WORD.findall(line) for line in lines]
-    if max(map(len, words)) > MAX_MARKED_WORDS:
-        return list(map(html.escape, lines))
-    other = [to_reference.get(positions[1][word], word) if word in positions[1] else word for word in words[1]]
-    pairs = align([positions[0].get(word, word) for word in words[0]], other)
-    cells = []
-    for side in (0, 1):
-        same = {pair[side] for pair in pairs}
-        marked = [
-            html.escape(word) if number in same or word.isspace() else f"<mark>{html.escape(word)}</mark>"
-            for number, word in enumerate(words[side])
-        ]
-        cells.append("".join(marked).replace("</mark><mark>", ""))
-    return cells
 
 
 def _wide(text: str) -> str:
@@ -1074,11 +1027,11 @@ class Reports:
         place = f"is in the log of rank {self._coordinator_rank}, and in {job.stem}.html on its host"
         texts = {rank: f"why rank {rank} was split {place}" for rank in job.ranks}
         texts[self._coordinator_rank] = f"why the ranks' graphs were split:\n{said}"
-        return [(rank, 0, LOG, text.encode()) for rank, text in texts.items()]
+        return [(rank, 0, LOG, text.encode("utf-8", "replace")) for rank, text in texts.items()]
 
     def _failed(self, why: str) -> list[Frame]:
         text = f"splits can't be explained in {self._folder}: {why}"
         if text in self._failures or len(self._failures) >= MAX_FAILURES:
             return []
         self._failures.add(text)
-        return [(self._coordinator_rank, 0, LOG, text.encode())]
+        return [(self._coordinator_rank, 0, LOG, text.encode("utf-8", "replace"))]

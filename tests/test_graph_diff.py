@@ -33,7 +33,7 @@ def report_of(texts):
 
 def side_texts(difference):
     """Both sides, of two variants."""
-    return (difference.reference, *difference.values.values())
+    return (difference.sides[0], *difference.values.values())
 
 
 # --- Real pairs of graphs, a kind of difference each ---
@@ -616,7 +616,7 @@ def test_a_place_in_the_order_is_told_from_the_other_side_s():
     orders = [difference for difference in report_of(texts).differences if difference.kind == "order"]
     assert orders
     for difference in orders:
-        assert difference.reference not in difference.values.values()
+        assert difference.sides[0] not in difference.values.values()
 
 
 @pytest.mark.parametrize("rest", ["", "\nd = c.exp()\ne = d.log()"])

@@ -243,10 +243,11 @@ def test_the_page_escapes_whatever_is_in_graphs_and_logs():
     assert "onclick='x'" not in page
 
 
-def test_the_page_marks_what_changed_within_a_line():
+def test_the_page_shows_what_changed_side_by_side():
     page = page_of(report_of(VOCABULARY))
-    assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>0</mark>)" in page
-    assert "torch.ops.aten.ge.Scalar(arg0_1, <mark>18992</mark>)" in page
+    for style, number in (("old", 0), ("new", 18992)):
+        assert re.search(rf'<td class="{style}">ge: [^<]*torch\.ops\.aten\.ge\.Scalar\(arg0_1, {number}\)</td>', page)
+    assert "vocab_parallel_embedding.py:14 in forward" in page
 
 
 @pytest.mark.parametrize("seed", range(8))
