@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between graphs. Pairs of them are traced by torch here, each rank in its turn."""
 
+import json
 import re
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layout import load
 from printed_graphs import VOCABULARY, big_text, small, without_rank
 
@@ -630,3 +633,100 @@ def test_an_order_without_overloads_or_sources_or_where_more_differs(rest):
     kinds = [difference.kind for difference in report.differences]
     assert kinds == ["order of collectives", *(["added node"] if rest else [])]
     assert "rank 1: all_reduce('max') on '0', then all_reduce('sum') on '0'\n" in report.text()
+
+
+# --- Records ---
+
+
+def a_record():
+    tensor = {"dtype": "f32", "shape": ["2", "s0"], "stride": ["s0", "1"], "device": "cpu"}
+    x = {"name": "x", "op": "placeholder", "line": "x: f32[2, s0]", "mutated_by": "copy_", **tensor}
+    c = {"name": "c", "op": "get_attr", "target": "c", "line": "c = self.c", "constant": "float32 () [1.0]",
+         "dtype": "f32", "shape": []}  # fmt: skip
+    y = {"name": "y", "op": "call", "target": "torch.ops._c10d_functional.all_reduce.default", "line": "y = …",
+         "arguments": [["0", "x", 0], ["1", "'sum'", None], ["2", "'7'", None]], "group": "7", "collective": True,
+         "source": ["torch/x.py", 3, "f", "code"], "user_source": ["me.py", 4, "", ""], **tensor}  # fmt: skip
+    output = {"name": "output", "op": "output", "target": "output", "line": "return y", "arguments": [["0", "y", 2]]}
+    inner = {"name": "inner", "nodes": [x, output | {"arguments": []}], "bodies": {}}
+    return {
+        "handshake_graph": 1, "fingerprint": "ab", "rank": 3,
+        "groups": {"7": {"ranks": [[1, 2, 4], [9, 1, 1]], "description": "tp"}},
+        "body": {"name": "G", "nodes": [x, c, y, output], "bodies": {"inner": inner}},
+    }  # fmt: skip
+
+
+def test_a_record_is_read():
+    graph = _graph_diff.read_record(json.dumps(a_record()))
+    assert graph[1:4] == ("ab", 3, {"7": ((1, 5, 9), "tp")})
+    x, c, y, output = graph.body.nodes
+    assert (x.shape, x.stride, x.mutated_by, x.target) == (("2", "s0"), ("s0", "1"), "copy_", "")
+    assert (c.constant, c.shape, c.stride) == ("float32 () [1.0]", (), None)
+    assert (y.group, y.collective, output.collective) == ("7", True, False)
+    assert y.arguments[0] == ("0", "x", 0) and y.arguments[1] == ("1", "'sum'", None)
+    assert y.source.place == "torch/x.py:3 in f" and y.user_source.place == "me.py:4"
+    assert [node.name for node in graph.body.bodies["inner"].nodes] == ["x", "output"]
+
+
+def replaced(value, path, by):
+    """A copy of a JSON value with another one at this path."""
+    if not path:
+        return by
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], by)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "by", "words"),
+    [
+        (["handshake_graph"], 2, "version is 2"),
+        (["rank"], "3", "expected int, got str"),
+        (["groups", "7", "ranks"], [[0, 10**9, 1]], "more than 1,048,576"),
+        (["groups", "7", "ranks"], [[0, 4, -1]], "negative"),
+        (["body", "nodes"], [], "no nodes"),
+        (["body", "nodes", 0, "op"], "text", "'text' is not a kind of node"),
+        (["body", "nodes", 0, "shape"], [2], "expected str, got int"),
+        (["body", "nodes", 2, "arguments", 0, 2], 2, "node 2 reads node 2, which is not before it"),
+        (["body", "nodes", 2, "arguments", 0], ["0"], "not enough values"),
+        (["body", "nodes", 2, "source"], ["a", "1", "", ""], "expected int, got str"),
+        (["body", "bodies", "inner"], 3, "'int' object"),
+        (["body", "nodes", 0], {}, "'op' is missing"),
+    ],
+)
+def test_a_record_that_is_not_valid_is_refused(path, by, words):
+    with pytest.raises(ValueError, match="not a valid graph record") as caught:
+        _graph_diff.read_record(json.dumps(replaced(a_record(), path, by)))
+    assert words in str(caught.value)
+
+
+def test_a_record_that_is_nested_too_deep_is_refused():
+    record = a_record()
+    for _ in range(_graph_diff.MAX_NESTED_BODIES):
+        record["body"] = {"name": "", "nodes": record["body"]["nodes"], "bodies": {"inner": record["body"]}}
+    for text in (json.dumps(record), "[" * 10**6):
+        with pytest.raises(ValueError, match=r"MAX_NESTED_BODIES|recursion"):
+            _graph_diff.read_record(text)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=5), inside, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_whatever_a_record_holds_it_is_read_or_refused_and_what_is_read_can_be_compared(data):
+    value = record = a_record()
+    path = []
+    while isinstance(value, (dict, list)) and value and (not path or data.draw(st.booleans())):
+        path.append(data.draw(st.sampled_from([*value] if isinstance(value, dict) else range(len(value)))))
+        value = value[path[-1]]
+    try:
+        graph = _graph_diff.read_record(json.dumps(replaced(record, path, data.draw(JSON))))
+    except ValueError:
+        return
+    usual = _graph_diff.read_record(json.dumps(record))
+    report = _graph_report.explain([Variant([0], "", usual), Variant([1], "", graph)])
+    assert report.text() and _graph_report.page([report])
