@@ -499,13 +499,15 @@ class _Comparer:
             return False
         begins = longer.nodes[run[0] - 1].op == "placeholder"
         ends = run[-1] == len(longer.nodes) - 2
-        if begins == ends or (begins and len(run) < 2):  # one node more at the start is not a graph of its own
+        edge = run[0] - 1 if ends else run[-1] + 1
+        is_matched = edge in (comparison.to_other if missing else comparison.to_reference)
+        # One node more at the start is not a graph of its own.
+        if begins == ends or (begins and len(run) < 2) or not is_matched:
             return False
         nodes = [longer.nodes[k] for k in run]
         source = next((f", from {each.place}: {each.code}" for node in nodes if (each := node.user_source)), "")
         size = f"{_describe_nodes(nodes)}{source}"
         sides = [f"goes on with {size}", "ends here"] if ends else [f"has {size}, before it", "begins here"]
-        edge = run[0] - 1 if ends else run[-1] + 1
         position = edge if missing else comparison.to_reference[edge]
         node = shorter.nodes[comparison.to_other[edge] if missing else position]
         node = node._replace(name=comparison.reference.nodes[position].name)

@@ -404,7 +404,8 @@ class Report:
                 reasons = [f"not compared: {variant.note or 'the graph is not known'}"]
             elif variant.graph.is_cut:
                 reasons.append("the text of the graph is cut off: what is missing at its end may be there in fact")
-            if variant.fingerprint.startswith("unhashable-"):
+            own = variant.graph.fingerprint if variant.graph is not None else ""
+            if (own or variant.fingerprint).startswith("unhashable-"):
                 reasons.append("the graph could not be hashed, so it equals no other: see the warning on that rank")
             for reason in reasons:
                 concerned.setdefault(reason, []).append(number)

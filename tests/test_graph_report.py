@@ -338,6 +338,12 @@ def test_a_graph_that_can_not_be_read_is_said_in_the_report(tmp_path, payload, w
     assert status == 0 and f"{words}" in said and "(rank 1)" in said and "ranks 0-1 have 2 different graphs" in said
 
 
+def test_a_graph_that_could_not_be_hashed_is_said_to_be_one(tmp_path):
+    odd = record(1).replace('"fingerprint": ""', f'"fingerprint": "unhashable-{0:032x}"')
+    said, _ = make_report(tmp_path, [packed(record(1)), packed(odd)])
+    assert "the graph could not be hashed, so it equals no other: see the warning on that rank (rank 1)" in said
+
+
 def test_printed_graphs_are_read_too(tmp_path):
     said, _ = make_report(tmp_path, [packed(text) for text in VOCABULARY])
     assert "= 18992 · (rank + 1)" in said and "not compared" not in said
