@@ -183,9 +183,10 @@ def _read_node(fields: Any, position: int) -> Node:
         _checked(str, values.get(name, ""))
     if values["op"] not in ("placeholder", "get_attr", "call", "output"):
         raise ValueError(f"{values['op']!r} is not a kind of node")
+    is_scalar = values.get("dtype", "Sym") != "Sym" and not fields.get("shape")  # then its sizes may be left out
     for name in ("shape", "stride"):
-        if fields.get(name) is not None:  # a scalar's shape is empty
-            values[name] = tuple(_checked(str, size) for size in fields[name])
+        if is_scalar or fields.get(name) is not None:
+            values[name] = tuple(_checked(str, size) for size in fields.get(name) or ())
     arguments = []
     for path, text, producer in values.get("arguments", ()):
         if producer is not None and not 0 <= _checked(int, producer) < position:

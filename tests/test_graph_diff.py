@@ -642,7 +642,7 @@ def a_record():
     tensor = {"dtype": "f32", "shape": ["2", "s0"], "stride": ["s0", "1"], "device": "cpu"}
     x = {"name": "x", "op": "placeholder", "line": "x: f32[2, s0]", "mutated_by": "copy_", **tensor}
     c = {"name": "c", "op": "get_attr", "target": "c", "line": "c = self.c", "constant": "float32 () [1.0]",
-         "dtype": "f32", "shape": []}  # fmt: skip
+         "dtype": "f32"}  # fmt: skip
     y = {"name": "y", "op": "call", "target": "torch.ops._c10d_functional.all_reduce.default", "line": "y = …",
          "arguments": [["0", "x", 0], ["1", "'sum'", None], ["2", "'7'", None]], "group": "7", "collective": True,
          "source": ["torch/x.py", 3, "f", "code"], "user_source": ["me.py", 4, "", ""], **tensor}  # fmt: skip
@@ -660,7 +660,7 @@ def test_a_record_is_read():
     assert graph[1:4] == ("ab", 3, {"7": ((1, 5, 9), "tp")})
     x, c, y, output = graph.body.nodes
     assert (x.shape, x.stride, x.mutated_by, x.target) == (("2", "s0"), ("s0", "1"), "copy_", "")
-    assert (c.constant, c.shape, c.stride) == ("float32 () [1.0]", (), None)
+    assert (c.constant, c.shape, c.stride) == ("float32 () [1.0]", (), ())
     assert (y.group, y.collective, output.collective) == ("7", True, False)
     assert y.arguments[0] == ("0", "x", 0) and y.arguments[1] == ("1", "'sum'", None)
     assert y.source.place == "torch/x.py:3 in f" and y.user_source.place == "me.py:4"
