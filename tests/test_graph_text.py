@@ -34,7 +34,7 @@ def test_reads_an_aot_graph(vocabulary):
     body = vocabulary.body
     assert names(body)[:4] == ["arg0_1", "arg1_1", "ge", "lt"]
     assert [node.name for node in body.inputs] == ["arg0_1", "arg1_1"]
-    assert [(argument.text, argument.producer) for argument in body.outputs] == [("wait_tensor", len(body.nodes) - 2)]
+    assert [(argument.text, argument.producer) for argument in body.nodes[-1].arguments] == [("wait_tensor", len(body.nodes) - 2)]
     ge = node(vocabulary, "ge")
     assert (ge.op, ge.target) == ("call", "torch.ops.aten.ge.Scalar")
     assert [(a.path, a.text, a.producer) for a in ge.arguments] == [("0", "arg0_1", 0), ("1", "18992", None)]
@@ -46,21 +46,21 @@ def test_reads_an_aot_graph(vocabulary):
 
 def test_a_collective_has_its_group_and_the_users_own_line(vocabulary):
     all_reduce = node(vocabulary, "all_reduce")
-    assert all_reduce.is_collective and not node(vocabulary, "wait_tensor").is_collective
-    assert all_reduce.group.text == "'0'"
-    assert all_reduce.source.is_library
+    assert all_reduce.collective and not node(vocabulary, "wait_tensor").collective
+    assert (all_reduce.group, node(vocabulary, "wait_tensor").group) == ("0", None)
+    assert all_reduce.source.file.endswith("torch/distributed/_functional_collectives.py")
     assert all_reduce.user_source.place == "/home/user/model/vocab_parallel_embedding.py:18"
     assert all_reduce.user_source.code == 'return fc.all_reduce(output, "sum", W)'
 
 
 def test_facts_that_torch_does_not_print_are_read(vocabulary):
-    assert vocabulary.facts["rank"] == "1"
-    assert _graph_text.group_ranks(vocabulary.facts) == {"0": [0, 1, 2, 3]}
+    assert vocabulary.rank == 1
+    assert vocabulary.groups == {"0": ((0, 1, 2, 3), "default_pg")}
 
 
 def test_reads_dynamos_graph_with_methods_operators_and_a_nested_body():
     graph = only((DATA / "dynamo_checkpoint.txt").read_text())
-    assert node(graph, "mask").target == "operator.and"
+    assert node(graph, "mask").target == "operator.and_"
     assert node(graph, "unsqueeze").target == ".unsqueeze"
     assert node(graph, "invert").target == "operator.invert"
     assert node(graph, "wrap_body_0").op == "get_attr"
@@ -82,9 +82,9 @@ def test_reads_symbolic_shapes_and_two_nested_bodies():
     assert ("dtype", "torch.float16", None) in node(graph, "_to_copy").arguments
 
 
-def one(statement, inputs='x: "f32[2]"'):
-    head = f"class GraphModule(torch.nn.Module):\n    def forward(self, {inputs}):\n"
-    return only(f"{head}        {statement}\n        return (x,)\n").body.nodes[-2]
+def one(statement, facts=""):
+    head = 'class GraphModule(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n'
+    return only(f"{head}        {statement}\n        return (x,)\n{facts}\n")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def one(statement, inputs='x: "f32[2]"'):
     ],
 )
 def test_annotations(annotation, expected):
-    made = one(f'y: "{annotation}" = torch.relu(x);  x = None')
+    made = one(f'y: "{annotation}" = torch.relu(x);  x = None').body.nodes[-2]
     assert (made.dtype, made.shape, made.stride, made.device, made.note) == expected
 
 
@@ -125,7 +125,7 @@ def test_annotations(annotation, expected):
     ],
 )
 def test_statements(statement, target, texts):
-    made = one(statement)
+    made = one(statement).body.nodes[-2]
     assert (made.name, made.target, [argument.text for argument in made.arguments]) == ("y", target, texts)
     assert {a.producer for a in made.arguments if a.text == "x"} <= {0}
 
@@ -137,7 +137,7 @@ def test_reads_a_signature_and_an_output_over_several_lines():
         "        add = a + b\n        return (\n            add,  # PlainAOTOutput(idx=0)\n            b,\n        )\n"
     )
     assert names(graph.body) == ["a", "b", "add", "output"]
-    assert [argument.producer for argument in graph.body.outputs] == [2, 1]
+    assert [argument.producer for argument in graph.body.nodes[-1].arguments] == [2, 1]
     assert not graph.is_cut
 
 
@@ -177,7 +177,7 @@ def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, v
         blocks += [f"{first}step 12 took 3 s"]
     graphs = _graph_text.parse("\n".join(blocks))
     assert [graph.fingerprint for graph in graphs] == (["a" * 32, "b" * 32] if with_markers else ["", ""])
-    assert all(graph.body == vocabulary.body and graph.facts == vocabulary.facts for graph in graphs)
+    assert all(graph.body == vocabulary.body and graph.groups == vocabulary.groups for graph in graphs)
 
 
 def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
@@ -196,9 +196,8 @@ def test_defaults_and_variadic_inputs_are_inputs():
 @pytest.mark.parametrize(
     ("fact", "ranks"),
     [
-        ("ranks 0-2, 7; size 4", [0, 1, 2, 7]),
-        ("rank 3; size 1", [3]),
-        ("[0, 4]", [0, 4]),
+        ("ranks 0-2, 7; size 4", (0, 1, 2, 7)),
+        ("rank 3; size 1; description mesh_tp", (3,)),
         ("ranks 0-1 and 2 more", None),
         (f"ranks 0-{10**8}; size 2", None),
         (f"ranks 0-{'9' * 5000}", None),
@@ -207,7 +206,8 @@ def test_defaults_and_variadic_inputs_are_inputs():
     ],
 )
 def test_ranks_of_a_group(fact, ranks):
-    assert _graph_text.group_ranks({"group 5": fact}).get("5") == ranks
+    groups = one("y = x + 1", facts=f"# handshake: group mesh 5 = {fact}").groups
+    assert groups == ({} if ranks is None else {"mesh 5": (ranks, fact.partition("description ")[2])})
 
 
 def test_bodies_nested_without_end_are_refused():
