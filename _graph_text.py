@@ -3,9 +3,9 @@
 
     python handshake.py explain rank0.txt rank1.txt --html report.html
 
-**What is read.** The text that `GraphModule.print_readable` gives (of Dynamo's graphs or AOTAutograd's; with or without
-shapes, strides, devices, source comments), plain `GraphModule.code`, node records (`_graph.graph_record`, one a line),
-or a log that holds such texts among other lines, with any prefix before each line. In a log the lines
+**What is read.** What `GraphModule.print_readable` gives (of Dynamo's graphs or AOTAutograd's; with or without shapes,
+strides, devices, source comments), plain `GraphModule.code`, node records (`_graph.graph_record`, one a line), or a log
+that holds such texts among other lines, with any prefix before each line. In a log the lines
 
     --- [BEGIN GRAPH MODULE: <fingerprint>] ---
     --- [END GRAPH MODULE: <fingerprint>] ---
@@ -18,9 +18,8 @@ Nothing that is not understood is an error: a statement of an unknown form becom
 it can still be compared. Nothing of a statement is cut, however long or deeply nested it is. What differs between
 ranks that run the same program is left out: the index of a device, the address in an object's repr.
 
-**What `explain` compares.** One file for each rank. The graphs of two ranks are matched in order, as the nodes of two
-graphs are: first those that are equal, then, between these, those that are alike. How matched graphs differ is what
-`_graph_report` says; a graph that only some ranks have is named here.
+**What is compared.** One file for each rank. The graphs of two ranks are matched in order: first those that are equal,
+then, between these, those that are alike. `_graph_report` says how matched graphs differ.
 """
 
 import argparse
@@ -61,12 +60,8 @@ MAX_PARSED_CHARACTERS = 200_000
 # Statements that are understood are kept, as the ranks' graphs have most lines in common. About 1 KB each.
 _MAX_CACHED_STATEMENTS = 50_000
 
-# Graphs that differ whose reports go to the terminal, of a screen or two each, and graphs that only some ranks have.
-# The page has all.
-MAX_TEXT_GRAPHS = 8
-
-# Files that are named in a remark.
-_MAX_NAMED_FILES = 8
+# Reports, graphs that only some ranks have, and names of files that the text shows: a screen or two for each report.
+MAX_SHOWN = 8
 
 # A file larger than this is refused: a dump of a graph of 10,000 nodes has 3 MB. Binary files show in the first part.
 MAX_FILE_BYTES = 512 * 2**20
@@ -98,9 +93,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _LIBRARY_FILE = re.compile(
     r"(?:site|dist)-packages[/\\]|(?:^|[/\\])torch[/\\](?:_\w+|distributed|nn|fx|utils|autograd)[/\\]|^<"
 )
-_OP = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
-_HIGHER_ORDER_OP = "torch.ops.higher_order."
-_GROUP_ARGUMENTS = ("group_name", "group", "process_group")
+_OP = re.compile(r"torch\.ops\.(?!higher_order\b)(\w+)\.(\w+)")
 
 
 def parse(text: str) -> list[Graph]:
@@ -176,8 +169,7 @@ class _Reader:
         self.is_ended = is_ended
         self._fingerprint = fingerprint
         self._first_line = first_line
-        self._facts: dict[str, str] = {}
-        self._root: Body | None = None
+        self._facts: dict[str, str] = {}  # value by subject
         self._open: list[tuple[int, Body]] = []  # the bodies around the current line, with their indentation
         self._positions: dict[str, int] = {}  # of the current body's nodes, by name
         self._source: Source | None = None
@@ -188,41 +180,22 @@ class _Reader:
         if self.lines[0].startswith(_RECORD):
             graph = _graph_diff.read_record(self.lines[0])
             return graph._replace(fingerprint=graph.fingerprint or self._fingerprint, first_line=self._first_line)
+        facts = [line.removeprefix(_FACT).partition(" = ") for line in self.lines if line.startswith(_FACT)]
+        self._facts = {subject.strip(): value.strip() for subject, _, value in facts}
         number = 0
         while number < len(self.lines):
             number += self._read(number)
-        if self._root is None or not self._root.nodes:
+        if not self._open or not self._open[0][1].nodes:
             return None
-        self._apply_facts(self._root, "")
-        rank = self._facts.get("rank", "")
+        root, rank = self._open[0][1], self._facts.get("rank", "")
         groups = {
             subject.removeprefix("group "): (ranks, value.partition("; description ")[2])
             for subject, value in self._facts.items()
             if subject.startswith("group ") and (ranks := _ranks(value.partition(";")[0]))
         }
-        is_cut = not self.is_ended or all(node.op != "output" for node in self._root.nodes)
-        return Graph(
-            self._root,
-            self._fingerprint,
-            int(rank) if re.fullmatch(r"\d{1,9}", rank) else None,
-            groups,
-            self._first_line,
-            is_cut,
-        )
-
-    def _apply_facts(self, body: Body, path: str) -> None:
-        """Gives the nodes what facts say of them: the user's own line, a constant's value, what changes an input."""
-        for position, node in enumerate(body.nodes):
-            place = _PLACE.match(self._facts.get(f"source {path}{node.name}", ""))
-            if place is not None:
-                node = node._replace(user_source=Source(place[1], int(place[2]), "", place[3]))
-            if node.op == "get_attr":
-                node = node._replace(constant=self._facts.get(f"constant {path}{node.target}"))
-            elif node.op == "placeholder":
-                node = node._replace(mutated_by=self._facts.get(f"mutated {path}{node.name}"))
-            body.nodes[position] = node
-        for name, nested in body.bodies.items():
-            self._apply_facts(nested, f"{path}{name}.")
+        is_cut = not self.is_ended or all(node.op != "output" for node in root.nodes)
+        known_rank = int(rank) if re.fullmatch(r"\d{1,9}", rank) else None
+        return Graph(root, self._fingerprint, known_rank, groups, self._first_line, is_cut)
 
     def _read(self, number: int) -> int:
         """Reads the statement that starts at this line; returns how many lines it takes."""
@@ -243,14 +216,16 @@ class _Reader:
                 self._add(statement)
             return count
         elif line and self._open:
-            return self._read_statement(number, line)
+            statement, count = _understand(line), 1
+            if statement.op == "text" and _depth(line) > 0:
+                text, count = self._joined(number)
+                statement = _understand(text)
+            self._add(statement)
+            return count
         return 1
 
     def _read_comment(self, comment: str) -> None:
-        if comment.startswith(_FACT):
-            subject, _, value = comment[len(_FACT) :].partition(" = ")
-            self._facts[subject.strip()] = value.strip()
-        elif (source := _source(comment)) is not None:
+        if (source := _source(comment)) is not None:
             self._source = source
             if _LIBRARY_FILE.search(source.file) is None:
                 self._user_source = source
@@ -259,25 +234,15 @@ class _Reader:
 
     def _open_body(self, name: str, indentation: int) -> None:
         body = Body(name, [], {})
-        while self._open and self._open[-1][0] >= indentation:
+        while len(self._open) > 1 and self._open[-1][0] >= indentation:
             self._open.pop()
         if self._open:
             self._open[-1][1].bodies[name] = body
-        elif self._root is None:
-            self._root = body
         if len(self._open) > (most := _graph_diff.MAX_NESTED_BODIES):
             raise ValueError(f"bodies are nested more than {most} levels deep (MAX_NESTED_BODIES)")
         self._open.append((indentation, body))
         self._positions = {}
         self._source = self._user_source = None
-
-    def _read_statement(self, number: int, line: str) -> int:
-        statement, count = _understand(line), 1
-        if statement.op == "text" and _depth(line) > 0:
-            text, count = self._joined(number)
-            statement = _understand(text)
-        self._add(statement)
-        return count
 
     def _joined(self, number: int) -> tuple[str, int]:
         """A statement over several lines, and how many these are: up to where all that it opens is closed."""
@@ -300,30 +265,30 @@ class _Reader:
                 positions[name] = positions[root]
                 return
             op, target = "call", f".{rest}"
-            leaves = (("0", root, True), *((_shift(path), text, is_name) for path, text, is_name in leaves))
+            shifted = ((re.sub(r"^\d+", _one_more, path), text, is_name) for path, text, is_name in leaves)
+            leaves = (("0", root, True), *shifted)
         elif op == "attribute":
             op, target = ("get_attr", rest) if root == "self" else ("call", target)
         arguments = tuple(
             Argument(path, text, positions.get(text) if is_name else None) for path, text, is_name in leaves
         )
         is_collective = op == "call" and _is_collective(target, arguments)
-        form = _form(statement.annotation)
-        sources = (None, None) if op in ("placeholder", "output") else (self._source, self._user_source)
+        group = _group(arguments) if is_collective else None
+        body = "".join(f"{body.name}." for _, body in self._open[1:])
+        constant, mutated_by = (self._facts.get(f"{fact} {body}{target or name}") for fact in ("constant", "mutated"))
+        source, user_source = (None, None) if op in ("placeholder", "output") else (self._source, self._user_source)
+        if (place := _PLACE.match(self._facts.get(f"source {body}{name}", ""))) is not None:
+            user_source = Source(place[1], int(place[2]), "", place[3])
         if name:
             positions[name] = len(nodes)
+        sources, facts = (source, user_source), (group, is_collective, constant, mutated_by)
         nodes.append(
-            Node(
-                name or op,
-                op,
-                target,
-                arguments,
-                statement.line,
-                *form,
-                *sources,
-                _group(arguments) if is_collective else None,
-                is_collective,
-            )
+            Node(name or op, op, target, arguments, statement.line, *_form(statement.annotation), *sources, *facts)
         )
+
+
+def _one_more(number: re.Match[str]) -> str:
+    return str(int(number[0]) + 1)
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
@@ -350,35 +315,29 @@ def _depth(text: str) -> int:
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
-def _shift(path: str) -> str:
-    """A method's first argument is the node that it is called on: the others are counted from 1."""
-    return re.sub(r"^\d+", lambda number: str(int(number[0]) + 1), path)
-
-
 def _is_collective(target: str, arguments: Iterable[Argument]) -> bool:
     """Whether a call issues a collective, itself or as a higher-order op that takes the op and its arguments."""
-    op = _OP.match(target)
-    if target.startswith(_HIGHER_ORDER_OP):
-        op = next((match for argument in arguments if (match := _OP.match(argument.text)) is not None), None)
+    texts = [target, *(argument.text for argument in arguments)] if target.startswith("torch.ops.") else []
+    op = next(filter(None, map(_OP.match, texts)), None)
     return op is not None and is_collective_name(f"{op[1]}::{op[2]}")
 
 
 def _group(arguments: Sequence[Argument]) -> str | None:
     """The name of a collective's process group: the argument that is called so, else the last one that is a string."""
-    named = [argument for argument in arguments if argument.path in _GROUP_ARGUMENTS] or reversed(arguments)
+    names = ("group_name", "group", "process_group")
+    named = [argument for argument in arguments if argument.path in names] or reversed(arguments)
     return next((argument.text[1:-1] for argument in named if argument.text.startswith(("'", '"'))), None)
 
 
 # --- Statements -------------------------------------------------------------------------------------------------------
 
 
-# What differs between processes that run the same program: the index of a device, in an annotation, a string or a
-# repr, and the address of an object.
-_DEVICE_INDEX = re.compile(
+# What differs between processes that run the same program, but for the groups: the index of a device, in an annotation,
+# a string or a repr, and the address of an object.
+_OF_PROCESS = re.compile(
     r"(['\]](?:cuda|xpu|xla|tpu|jax|mps|hpu|npu|cpu|privateuseone)):\d+(?=['\",)])"
-    r"|(device\(type='\w+'), index=\d+(?=\))"
+    r"|(device\(type='\w+'), index=\d+(?=\))|(\b0x)[0-9a-fA-F]{6,}\b"
 )
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 # What torch appends to a statement: names that are not needed any more.
 _DELETION = re.compile(r";\s*(?:\w+ = )+None\s*")
 # Numbers that Python reads as infinite, or refuses: they would all be the same.
@@ -394,13 +353,8 @@ _Leaf = tuple[str, str, bool]
 class _Statement(NamedTuple):
     """A statement, its names not yet looked up: what is the same wherever this line stands.
 
-    Attributes:
-        name: what it is assigned to; may be empty.
-        annotation: of that.
-        op: placeholder | call | attribute | output | text
-        target: what is called, or read, as it is written.
-        leaves: of the arguments.
-        line: the text, without what it deletes.
+    `op` is placeholder, call, attribute, output or text; `target` is what is called, or read, as it is written; `line`
+    is the text without what it deletes.
     """
 
     name: str
@@ -413,7 +367,7 @@ class _Statement(NamedTuple):
 
 @functools.lru_cache(_MAX_CACHED_STATEMENTS)
 def _understand(text: str) -> _Statement:
-    line = _without_process(text)
+    line = _OF_PROCESS.sub(r"\1\2\3", text)
     end = len(line)
     while (start := line.rfind(";", 0, end)) >= 0 and _DELETION.fullmatch(line, start, end):
         end = start
@@ -426,15 +380,10 @@ def _understand(text: str) -> _Statement:
     return _as_words(line)
 
 
-def _without_process(text: str) -> str:
-    text = _DEVICE_INDEX.sub(r"\1\2", text)
-    return _ADDRESS.sub("0x0", text) if "0x" in text else text
-
-
 def _signature(text: str) -> Iterator[_Statement]:
     """The inputs, but for `self`; none of a signature that is cut off."""
     try:
-        function = ast.parse(re.sub(r":\s*$", ": pass", _without_process(text))).body[0]
+        function = ast.parse(re.sub(r":\s*$", ": pass", _OF_PROCESS.sub(r"\1\2\3", text))).body[0]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     if not isinstance(function, ast.FunctionDef):
@@ -473,10 +422,8 @@ def _understand_python(statements: list[ast.stmt], line: str) -> _Statement | No
         case _:
             return None
     match last:
-        case ast.AnnAssign(ast.Name(name), annotation, ast.expr() as value):
-            pass
-        case ast.Assign([ast.Name(name)], value):
-            annotation = None
+        case ast.AnnAssign(ast.Name(name), _, ast.expr() as value) | ast.Assign([ast.Name(name)], value):
+            annotation = _annotation(getattr(last, "annotation", None))
         case _:
             return None
     op = "call"
@@ -485,7 +432,7 @@ def _understand_python(statements: list[ast.stmt], line: str) -> _Statement | No
     elif ast.unparse(changed) != ast.unparse(value):
         return None
     leaves = tuple(leaf for path, operand in operands for leaf in _leaves(operand, path))
-    return _Statement(name, _annotation(annotation), op, target, leaves, line)
+    return _Statement(name, annotation, op, target, leaves, line)
 
 
 def _expression(value: ast.expr) -> tuple[str, str, list[tuple[str, ast.expr]]]:
@@ -599,9 +546,16 @@ class _RankFile(NamedTuple):
     graphs: list[Graph]
 
 
-# A graph of the reference file, or one that it lacks: {rank: (number of the graph in the rank's file, graph)} of the
-# ranks whose graphs match.
-_Slot = dict[int, tuple[int, Graph]]
+class _Place(NamedTuple):
+    """A graph in a rank's file: its number there, and one for its content, which is the same for equal graphs."""
+
+    number: int
+    content: int
+    graph: Graph
+
+
+# The graphs that match, by rank.
+_Slot = dict[int, _Place]
 
 
 def explain_files(paths: Sequence[str], html_path: str | None = None) -> int:
@@ -661,19 +615,22 @@ def _compare(paths: Sequence[str], html_path: str | None) -> tuple[int, str, str
     slots, extra = _match_files(files)
     ranks, graphs = [file.rank for file in files], number_of(len(slots), "graph")
     notes = [_only_some(slot, ranks) for slot in [*slots, *extra] if len(slot) < len(files)]
+    if len(notes) > MAX_SHOWN:
+        notes[MAX_SHOWN:] = [f"and {len(notes) - MAX_SHOWN} more graphs that only some ranks have (MAX_SHOWN)"]
+    if notes:
+        notes.append(
+            "A graph that only some ranks have comes from a graph break or a recompile on these ranks "
+            "(TORCH_LOGS=graph_breaks,recompiles says where), from a branch on the rank, or from a compile cache that "
+            "is warm on the other ranks."
+        )
     reports = [_report(slot, number, len(slots)) for number, slot in enumerate(slots) if len(slot) > 1]
     differing = [report for report in reports if len(report.variants) > 1]
     heading = f"{format_ranks(ranks)}: {len(differing)} of {graphs} differ" if len(slots) > 1 or notes else ""
-    lines = [*remarks, *filter(None, [heading]), *notes[:MAX_TEXT_GRAPHS]]
-    if len(notes) > MAX_TEXT_GRAPHS:
-        lines.append(f"and {len(notes) - MAX_TEXT_GRAPHS} more graphs that only some ranks have (MAX_TEXT_GRAPHS)")
-    if notes:
-        notes.append(_ONLY_SOME)
-        lines.append(_ONLY_SOME)
-    for report in differing[:MAX_TEXT_GRAPHS]:
+    lines = [*remarks, *filter(None, [heading]), *notes]
+    for report in differing[:MAX_SHOWN]:
         lines += [*([""] if lines else []), report.text().rstrip()]
-    if len(differing) > MAX_TEXT_GRAPHS:
-        lines.append(f"and {len(differing) - MAX_TEXT_GRAPHS} more graphs that differ (MAX_TEXT_GRAPHS)")
+    if len(differing) > MAX_SHOWN:
+        lines.append(f"and {len(differing) - MAX_SHOWN} more graphs that differ (MAX_SHOWN)")
     if not differing and not notes:
         lines.append(f"{format_ranks(ranks)} have the same {graphs}{', as far as these texts tell' if unseen else ''}")
     html = _graph_report.page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
@@ -697,10 +654,10 @@ def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
     rank, count = Counter(file.rank for file in files).most_common(1)[0]
     if count == 1:
         return sorted(files, key=lambda file: file.rank), []
-    numbered = ", ".join(f"rank {number} is {path}" for number, path in enumerate(paths[:_MAX_NAMED_FILES]))
+    numbered = ", ".join(f"rank {number} is {path}" for number, path in enumerate(paths[:MAX_SHOWN]))
     remark = (
         f"Note: {count} files are of rank {rank}, so the files are numbered in the order given: {numbered}"
-        f"{' …' if len(paths) > _MAX_NAMED_FILES else ''}. Names such as rank0.txt, rank1.txt say which rank a file is "
+        f"{' …' if len(paths) > MAX_SHOWN else ''}. Names such as rank0.txt, rank1.txt say which rank a file is "
         "from."
     )
     return [file._replace(rank=number) for number, file in enumerate(files)], [remark]
@@ -710,8 +667,7 @@ def _read_file(path: str, number: int) -> _RankFile:
     try:
         with open(path, "rb") as file:
             data = file.read(_FIRST_BYTES)
-            encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-            if encoding != "utf-16" and b"\0" in data:
+            if b"\0" in data:
                 raise _FileError(f"{path} is not a text file (it holds null bytes)")
             data += file.read(MAX_FILE_BYTES + 1 - len(data))
     except OSError as error:
@@ -721,7 +677,7 @@ def _read_file(path: str, number: int) -> _RankFile:
     if len(data) > MAX_FILE_BYTES:
         raise _FileError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB (MAX_FILE_BYTES)")
     try:
-        graphs = parse(data.decode(encoding, "backslashreplace"))
+        graphs = parse(data.decode("utf-8-sig", "backslashreplace"))
     except ValueError as error:
         raise _FileError(f"{path}: {error}") from error
     if not graphs:
@@ -764,7 +720,7 @@ def _match_files(files: list[_RankFile]) -> tuple[list[_Slot], list[_Slot]]:
         for j, (graph, content) in enumerate(zip(file.graphs, contents[file.rank], strict=True)):
             last = slot_of.get(j, last)
             slot = slots[last] if j in slot_of else extra.setdefault((last, content), {})
-            slot[file.rank] = (j, graph)
+            slot[file.rank] = _Place(j, content, graph)
     return slots, list(extra.values())
 
 
@@ -802,29 +758,23 @@ def _likeness(a: Counter[Any], b: Counter[Any]) -> float:
 
 
 def _report(slot: _Slot, number: int, total: int) -> _graph_report.Report:
-    keys: dict[int, Keys] = {}
-    all_have = all(graph.fingerprint for _, graph in slot.values())
-    variants: dict[Any, list[int]] = {}
-    for rank, (_, graph) in slot.items():
-        key = (graph.fingerprint if all_have else "", _graph_diff.content(graph, keys))
-        variants.setdefault(key, []).append(rank)
+    all_have = all(place.graph.fingerprint for place in slot.values())
+    variants: dict[tuple[int, str], list[int]] = {}
+    for rank, place in slot.items():
+        variants.setdefault((place.content, place.graph.fingerprint if all_have else ""), []).append(rank)
     return _graph_report.explain(
-        [_graph_report.Variant(tuple(ranks), key[0], slot[ranks[0]][1]) for key, ranks in variants.items()],
+        [
+            _graph_report.Variant(tuple(ranks), fingerprint, slot[ranks[0]].graph)
+            for (_, fingerprint), ranks in variants.items()
+        ],
         _graph_report.Context(title=f"graph {number} of {total}" if total > 1 else ""),
     )
-
-
-_ONLY_SOME = (
-    "A graph that only some ranks have comes from a graph break or a recompile on these ranks "
-    "(TORCH_LOGS=graph_breaks,recompiles says where), from a branch on the rank, or from a compile cache that is warm "
-    "on the other ranks."
-)
 
 
 def _only_some(slot: _Slot, ranks: list[int]) -> str:
     having = sorted(slot)
     lacking = [rank for rank in ranks if rank not in slot]
-    number, graph = slot[having[0]]
+    number, _, graph = slot[having[0]]
     source = next((node.user_source for node in graph.body.nodes if node.user_source is not None), None)
     first = f"; first line {source.place}: {source.code}" if source is not None else ""
     return (
