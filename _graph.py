@@ -7,16 +7,15 @@ known to reach the compiled program and nothing that differs between processes t
 named by its position; a symbolic size by its order of first appearance, with the range it was given; a process group
 by its ranks ("exact") or by what it is to its members ("role"); a device by its type; a function by its qualified name,
 a local one by its code; the body of a nested graph and the value of a tensor constant by their digests. What has no
-such text (an object of an unknown class, whose repr would hold an address) makes the graph unhashable: it is given
-a fingerprint that equals no other, so that it takes part in the vote and splits it.
+such text (an object of an unknown class, a tensor constant whose value can't be read) makes the graph unhashable: it
+gets a fingerprint that equals no other, so that it takes part in the vote and splits it.
 
 Inputs of the graph count by metadata, not by value: ranks hold different shards of the same weights. That goes for
 `torch.nn.Parameter` attributes of a graph too. Every other tensor attribute (`_tensor_constant0`, a buffer that was
 not lifted) is baked into the program and counts by value.
 
 Left out on purpose: names of nodes, source lines, module stacks, storage offsets (not guarded on by Dynamo; where
-they matter they are arguments of `as_strided`), hints of symbolic sizes (a dynamic program is one whatever size
-it was traced with), the index of a device.
+they matter they are arguments of `as_strided`), hints of symbolic sizes, the index of a device.
 
 Role names. Ranks with equal fingerprints must mean the same group by the same role wherever they share one, or two
 ranks could meet in one collective and take it for different ones. Each rank has only its own groups to tell from,
@@ -26,13 +25,16 @@ so a role is one of these, each of which leaves a rank no choice of group:
   ranks or on a block of them). Groups of one size, stride and phase don't overlap, so a rank is in one of them at most;
 - else the ranks themselves.
 (That a rank did not know a group yet when it made its fingerprint does no harm: then its graph doesn't use it, and the
-spans of the two votes differ.)
-A peer in point-to-point communication is named by its distance on the ring of its group.
+spans of the two votes differ.) The peer of a point-to-point op is named by its distance on the ring of its group.
+
+Records. Reports on a split compare graphs node by node. `graph_record` writes the nodes as JSON; `graph_text` is what
+torch prints, with what that leaves out taken from the record.
 """
 
 import enum
+import functools
 import hashlib
-import itertools
+import json
 import logging
 import operator
 import os
@@ -42,16 +44,18 @@ import struct
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
+    from ._vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks, group_naming
 else:
-    from _vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks
+    from _vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks, group_naming
 
 _logger = logging.getLogger("torch_tpu.handshake")
 
+# What `groups=` can be; None stands for what the handshake is set to.
 GROUP_NAMINGS = ("exact", "role")
 
 # Namespaces of torch.ops in which an op with an argument of one of the names below is a collective. Waiting for one,
@@ -62,6 +66,12 @@ _COLLECTIVE_NAMESPACES = frozenset(
 _GROUP_ARGUMENTS = ("group_name", "group", "process_group")
 # The legacy functional collectives take (tag, ranks, group_size) instead.
 _LEGACY_GROUP_ARGUMENTS = frozenset({"ranks", "group_size"})
+# Those ops by their names, for who has no schema. The namespace tpu holds ops of one device too.
+_COLLECTIVE_NAME = re.compile(
+    r"tpu::\w*?(all_?gather|all_?reduce|reduce_?scatter|all_?to_?all)\w*"
+    r"|(?!tpu::)\w+::(\w*(gather|reduce|scatter|all_?to_?all|broadcast|send|recv|p2p)\w*"
+    r"|barrier|monitored_barrier_|_rendezvous|get_remote_tensors)"
+)
 # Point-to-point ops, and the argument that names the peer, or the list of peers.
 _PEER_ARGUMENTS = {
     "isend": "dst",
@@ -72,21 +82,32 @@ _PEER_ARGUMENTS = {
     "batch_p2p_ops": "peer_list",
 }
 
-# How many elements of a tensor constant, and characters of its text, `graph_text` shows.
+# How many elements of a tensor constant texts and records show.
 MAX_CONSTANT_VALUES_SHOWN = 16
 
+# Version of the JSON that `graph_record` writes.
+RECORD_VERSION = 1
+
+# Stack traces kept parsed: the nodes of one source line share theirs.
+_MAX_CACHED_TRACES = 4096
+
 _IN_PLACE_OPERATORS = frozenset(
-    {
-        operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imod,
-        operator.imul, operator.imatmul, operator.ior, operator.ipow, operator.irshift, operator.isub,
-        operator.itruediv, operator.ixor, operator.setitem, operator.delitem,
-    }
-)  # fmt: skip
+    getattr(operator, name)
+    for name in "iadd iand iconcat ifloordiv ilshift imod imul imatmul ior ipow irshift isub itruediv ixor setitem "
+    "delitem".split()
+)
+
+# Classes whose `repr` says all, and no two of which have one in common.
+_PLAIN_CLASSES = frozenset({type(None), bool, int, bytes, range, type(...)})
 
 _DEVICE_TEXT = re.compile(r"[a-z]+:\d+")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _STACK_FRAME = re.compile(
-    r'^\s*File "(?P<file>[^\n]+)", line (?P<line>\d+)[^\n]*(?:\n(?!\s*File ")\s*(?P<code>[^\n]*))?', re.MULTILINE
+    r'^\s*File "(?P<file>[^\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?[^\n]*'
+    r'(?:\n(?!\s*File ")\s*(?P<code>[^\n]*))?',
+    re.MULTILINE,
 )
+_LIBRARY_FILE = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]torch(_tpu)?[/\\]")
 
 
 class SourceLine(NamedTuple):
@@ -95,6 +116,7 @@ class SourceLine(NamedTuple):
     file: str
     line: int
     code: str
+    function: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.code}" if self.code else "")
@@ -132,8 +154,8 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     wherever they are called, as often as they are called: of the branches of a `cond`, the largest count of each
     group; of a loop, one iteration. (How often a loop runs is not known here. A line needs only that all its members
-    count it alike.) What a called module that is no graph issues is not counted: a
-    warning names its class, once, unless it is one of torch's own without collectives.
+    count it alike.) What a called module that is not a graph issues is not counted: a warning names its class, once,
+    unless it is one of torch's own without collectives.
 
     Args:
         graph_module: an FX graph module, AOTAutograd's or Dynamo's.
@@ -144,20 +166,33 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     Raises:
         HandshakeConfigError: a collective's group can't be resolved; the message names the node and its source line.
     """
-    counts: dict[ProcessGroupId, int] = {}
+    counts: Counter[ProcessGroupId] = Counter()
     for node in graph_module.graph.nodes:
-        for group, number in node_collectives(node).items():
-            counts[group] = counts.get(group, 0) + number
-    return counts
+        counts.update(node_collectives(node))
+    return dict(counts)
 
 
-def graph_fingerprint(graph_module: Any, groups: str = "exact") -> str:
+def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
+    """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
+    call = _collective_call(node)
+    if call is not None:
+        group = _group_of(node, call)
+        if call.peer_argument is None:
+            return {group.id: 1}
+        own = _own_rank(node)
+        return dict(Counter(ProcessGroupId(sorted({own, peer})) for peer in _peers(node, call, group)))
+    bodies = [Counter(count_collectives(body)) for body in _bodies(node)]
+    either = operator.or_ if getattr(node.target, "_name", None) == "cond" else operator.add
+    return dict(functools.reduce(either, bodies)) if bodies else {}
+
+
+def graph_fingerprint(graph_module: Any, groups: str | None = None) -> str:
     """A digest of the program: equal on two ranks exactly when their programs are. See the module's theory.
 
     Args:
         graph_module: an FX graph module, AOTAutograd's or Dynamo's.
         groups: "exact" names a process group by its ranks, "role" by what it is to its members, so that the rows of a
-            mesh can share one fingerprint.
+            mesh can share one fingerprint. None: as the handshake is set, "role" by default.
 
     Returns:
         32 lowercase hex digits; or, for a graph that can't be hashed, ``unhashable-`` and 32 random ones, which equal
@@ -166,9 +201,9 @@ def graph_fingerprint(graph_module: Any, groups: str = "exact") -> str:
     Raises:
         HandshakeConfigError: `groups` is neither.
     """
-    _check_naming(groups)
+    shared = _Shared(group_naming(groups))
     try:
-        return _Tables(groups).body(graph_module)[0]
+        return shared.body(graph_module)[0]
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         _logger.warning("this graph can't be compared with other ranks' and will be split: %s", error)
         return f"unhashable-{secrets.token_hex(16)}"
@@ -180,7 +215,7 @@ def executable_fingerprint(data: bytes | str) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def canonical_nodes(graph_module: Any, groups: str = "exact") -> list[CanonicalNode]:
+def canonical_nodes(graph_module: Any, groups: str | None = None) -> list[CanonicalNode]:
     """The nodes of the top-level graph, in order, as ranks compare them.
 
     Nested bodies and values of tensor constants are in the digests of the get_attr nodes that name them, and of the
@@ -190,8 +225,7 @@ def canonical_nodes(graph_module: Any, groups: str = "exact") -> list[CanonicalN
         HandshakeConfigError: `groups` is neither "exact" nor "role", or a collective's group can't be resolved.
         HandshakeError: the graph can't be hashed; the message says which node and why.
     """
-    _check_naming(groups)
-    return _Tables(groups).nodes(graph_module)
+    return _GraphWalk(_Shared(group_naming(groups)), graph_module).nodes()
 
 
 def register_collective(qualified_op_name: str, group_argument: str = "group_name") -> None:
@@ -205,7 +239,7 @@ def register_collective(qualified_op_name: str, group_argument: str = "group_nam
         HandshakeConfigError: the name is not of the form ``namespace::name``.
     """
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
-        raise HandshakeConfigError(f"{qualified_op_name!r} is no qualified op name, such as 'mylib::ring_reduce'")
+        raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
     _registered_collectives[qualified_op_name] = group_argument
     _signatures.clear()
 
@@ -215,27 +249,32 @@ def is_collective(node: Any) -> bool:
     return _collective_call(node) is not None
 
 
+def is_collective_name(qualified_op_name: str) -> bool:
+    """The same by the op's name alone, ``namespace::name`` without an overload, for who has no graph and no torch."""
+    if qualified_op_name in _registered_collectives:
+        return True
+    namespace = qualified_op_name.partition("::")[0]
+    return namespace in _COLLECTIVE_NAMESPACES and _COLLECTIVE_NAME.fullmatch(qualified_op_name) is not None
+
+
 def collective_group(node: Any) -> ProcessGroupId:
     """The process group of a collective; of a point-to-point op this rank and its peers.
 
     Raises:
-        HandshakeConfigError: the node is no collective, or its group can't be resolved.
+        HandshakeConfigError: the node is not a collective, or its group can't be resolved.
     """
     call = _collective_call(node)
     if call is None:
-        raise HandshakeConfigError(f"node {node.name} is no collective{_where(node)}")
+        raise HandshakeConfigError(f"node {node.name} is not a collective{_where(node)}")
     group = _group_of(node, call)
-    if call.signature.peer_argument is None:
+    if call.peer_argument is None:
         return group.id
     return ProcessGroupId(sorted({_own_rank(node), *_peers(node, call, group)}))
 
 
 def source_line(node: Any) -> SourceLine | None:
     """The line of the user's program that the node comes from: the innermost frame outside torch; None if unknown."""
-    for frame in reversed(list(_STACK_FRAME.finditer(node.meta.get("stack_trace") or ""))):
-        if not _is_library_file(frame["file"]):
-            return SourceLine(frame["file"], int(frame["line"]), (frame["code"] or "").strip())
-    return None
+    return _frames(node.meta.get("stack_trace") or "")[1]
 
 
 def graph_text(graph_module: Any) -> str:
@@ -252,38 +291,59 @@ def graph_text(graph_module: Any) -> str:
     BODY is the dotted name of the nested graph that holds it, absent at the top. What can't be had is left out.
     """
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
-    return "\n".join([text.rstrip("\n"), *(f"# handshake: {fact}" for fact in _facts(graph_module))]) + "\n"
+    groups: dict[str, _Group] = {}
+    facts = [*_fact_lines(_body_record(graph_module, "", groups))]
+    for name, group in groups.items():
+        size, description = len(group.ranks), _description(group.process_group)
+        facts.append(f"group {name} = {format_ranks(group.ranks, size)}; size {size}; description {description}")
+    rank = _rank_if_known()
+    if rank is not None:
+        facts.append(f"rank = {rank}")
+    return "\n".join([text.rstrip("\n"), *[f"# handshake: {fact}" for fact in facts]]) + "\n"
+
+
+def graph_record(graph_module: Any, fingerprint: str = "") -> str:
+    """The graph as reports compare it: the JSON text that `_graph_diff.read_record` reads.
+
+    It says of each node what it calls, its arguments leaf by leaf, the form of its result, its source lines, and
+    what `graph_text` adds as facts. What can't be had is left out; nothing that is strange about a graph is an error.
+
+    Args:
+        graph_module: an FX graph module, AOTAutograd's or Dynamo's.
+        fingerprint: the graph's, if the caller has it. (An unhashable graph gets another one each time.)
+    """
+    groups: dict[str, _Group] = {}
+    body = _body_record(graph_module, graph_module._get_name(), groups)
+    record = {
+        "handshake_graph": RECORD_VERSION,
+        "fingerprint": fingerprint,
+        "rank": _rank_if_known(),
+        "groups": {
+            name: {"ranks": _runs(group.ranks), "description": _description(group.process_group)}
+            for name, group in groups.items()
+        },
+        "body": body,
+    }
+    return json.dumps(record, separators=(",", ":"))
 
 
 # --- Collectives and their groups ---
 
 
-class _Signature(NamedTuple):
-    """What a collective's schema says. `peer_argument` is None but for point-to-point ops."""
-
-    arguments: tuple[Any, ...]
-    group_argument: str
-    peer_argument: str | None
-
-
 class _CollectiveCall(NamedTuple):
     """A collective that a node calls, directly or through a higher-order op that takes the op and its arguments.
 
-    `offset` is how many of the node's own arguments stand before the collective's.
+    Attributes:
+        arguments: by name, in the order of its schema; defaults where the node gives none.
+        group_argument: the name of the one that holds the group.
+        peer_argument: of a point-to-point op, that of the one that holds the peers; else None.
+        offset: how many of the node's own arguments stand before the collective's.
     """
 
-    signature: _Signature
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    offset: int
-
-    def argument(self, name: str) -> Any:
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for index, argument in enumerate(self.signature.arguments):
-            if argument.name == name:
-                return self.args[index] if index < len(self.args) else argument.default_value
-        return None
+    arguments: dict[str, Any]
+    group_argument: str
+    peer_argument: str | None
+    offset: int = 0
 
 
 class _Group(NamedTuple):
@@ -295,38 +355,46 @@ class _Group(NamedTuple):
 
 
 _registered_collectives: dict[str, str] = {}
-# By op; ops live as long as the process.
-_signatures: dict[Any, _Signature | None] = {}
+# By op, with its defaults for arguments; ops live as long as the process.
+_signatures: dict[Any, _CollectiveCall | None] = {}
 # By process group. A graph has hundreds of collectives, and a group thousands of ranks.
 _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
 
-def _collective_call(node: Any) -> _CollectiveCall | None:
-    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+def _torch() -> Any:
+    """The torch package, for all that its stubs don't say."""
+    import torch
 
+    return torch
+
+
+def _collective_call(node: Any) -> _CollectiveCall | None:
     if node.op != "call_function":
         return None
+    ops = _torch()._ops
     target, args, offset = node.target, node.args, 0
-    if isinstance(target, HigherOrderOperator):
+    if isinstance(target, ops.HigherOrderOperator):
         # with_effects(token, op, …), auto_functionalized(op, …) and their like.
-        place = next((i for i, argument in enumerate(args) if isinstance(argument, OpOverload)), None)
+        place = next((i for i, argument in enumerate(args) if isinstance(argument, ops.OpOverload)), None)
         if place is None:
             return None
         target, offset = args[place], place + 1
         args = args[offset:]
-    elif not isinstance(target, (OpOverload, OpOverloadPacket)):
+    elif not isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
         return None
-    try:
-        signature = _signatures[target]
-    except KeyError:
-        signature = _signatures[target] = _signature(target)
-    return None if signature is None else _CollectiveCall(signature, args, node.kwargs, offset)
+    if target not in _signatures:
+        _signatures[target] = _signature(target)
+    call = _signatures[target]
+    if call is None:
+        return None
+    given = dict(zip(call.arguments, args, strict=False)) | node.kwargs
+    return call._replace(arguments=call.arguments | given, offset=offset)
 
 
-def _signature(target: Any) -> _Signature | None:
+def _signature(target: Any) -> _CollectiveCall | None:
     schema = _any_overload(target)._schema
     namespace, _, name = schema.name.partition("::")
-    names = {argument.name for argument in schema.arguments}
+    names = {argument.name: argument.default_value for argument in schema.arguments}
     group_argument = _registered_collectives.get(schema.name)
     if group_argument is not None:
         if group_argument not in names:
@@ -334,12 +402,12 @@ def _signature(target: Any) -> _Signature | None:
                 f"{schema.name} was registered with its group in {group_argument!r}, which it doesn't take: {schema}"
             )
     elif namespace in _COLLECTIVE_NAMESPACES:
-        legacy = ["ranks"] if names >= _LEGACY_GROUP_ARGUMENTS else []
+        legacy = ["ranks"] if names.keys() >= _LEGACY_GROUP_ARGUMENTS else []
         group_argument = next((wanted for wanted in [*_GROUP_ARGUMENTS, *legacy] if wanted in names), None)
     if group_argument is None:
         return None
     peer_argument = _PEER_ARGUMENTS.get(name) if namespace in _COLLECTIVE_NAMESPACES else None
-    return _Signature(tuple(schema.arguments), group_argument, peer_argument)
+    return _CollectiveCall(names, group_argument, peer_argument)
 
 
 def _any_overload(target: Any) -> Any:
@@ -352,31 +420,28 @@ def _any_overload(target: Any) -> Any:
 
 
 def _group_of(node: Any, call: _CollectiveCall) -> _Group:
+    dist = _torch().distributed
+    name = call.group_argument
     try:
-        return _resolve_group(node, call)
+        value = _object(call.arguments[name])
+        if name == "ranks":
+            ranks = tuple(value)
+            size = _object(call.arguments["group_size"])
+            if size < len(ranks):  # several groups of that size, of which this rank is in one
+                start = ranks.index(_own_rank(node)) // size * size
+                ranks = ranks[start : start + size]
+            return _Group(ranks, ProcessGroupId(sorted(ranks)), None)
+        if isinstance(value, str):
+            value = dist.distributed_c10d._resolve_process_group(value)
+        if not isinstance(value, dist.ProcessGroup):
+            kind = _class_name(type(value))
+            raise TypeError(f"its argument {name} is {kind}, not a process group or the name of one")
+        return _group_of_object(value)
     except Exception as error:
         reason = f"{error}" or type(error).__name__
         raise HandshakeConfigError(
             f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}: {reason}"
         ) from error
-
-
-def _resolve_group(node: Any, call: _CollectiveCall) -> _Group:
-    dist = _torch().distributed
-    name = call.signature.group_argument
-    value = _object(call.argument(name))
-    if name == "ranks":
-        ranks = tuple(value)
-        size = _object(call.argument("group_size"))
-        if size < len(ranks):  # several groups of that size, of which this rank is in one
-            start = ranks.index(_own_rank(node)) // size * size
-            ranks = ranks[start : start + size]
-        return _Group(ranks, ProcessGroupId(sorted(ranks)), None)
-    if isinstance(value, str):
-        value = dist.distributed_c10d._resolve_process_group(value)
-    if not isinstance(value, dist.ProcessGroup):
-        raise TypeError(f"its argument {name} is {_class_name(type(value))}, no process group and no name of one")
-    return _group_of_object(value)
 
 
 def _group_of_object(process_group: Any) -> _Group:
@@ -420,17 +485,8 @@ def _object(value: Any) -> Any:
     return value
 
 
-def _torch() -> Any:
-    """The torch package, for all that its stubs don't say."""
-    import torch
-
-    return torch
-
-
 def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
+    return operator.attrgetter(path)(module)
 
 
 def _result(node: Any) -> Any:
@@ -439,15 +495,19 @@ def _result(node: Any) -> Any:
     return node.meta.get("example_value") if value is None else value
 
 
-def _own_rank(node: Any) -> int:
-    import torch.distributed as dist
+def _rank_if_known() -> int | None:
+    dist = _torch().distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
-    if not dist.is_initialized():
+
+def _own_rank(node: Any) -> int:
+    rank = _rank_if_known()
+    if rank is None:
         raise HandshakeConfigError(
             f"node {node.name} ({node.target}) needs to know this process's rank{_where(node)}: "
             "initialise torch.distributed first"
         )
-    return dist.get_rank()
+    return rank
 
 
 def _peers(node: Any, call: _CollectiveCall, group: _Group) -> list[int]:
@@ -457,58 +517,31 @@ def _peers(node: Any, call: _CollectiveCall, group: _Group) -> list[int]:
     runs, a rank within the group; where that names no other member, as the global rank that was meant.
     """
     own = _own_rank(node)
-    numbers = call.argument(call.signature.peer_argument or "")
+    numbers = call.arguments.get(call.peer_argument or "")
     peers = []
     for number in numbers if isinstance(numbers, (list, tuple)) else [numbers]:
         if type(number) is not int:
             raise HandshakeConfigError(
                 f"node {node.name} ({node.target}) has a peer that is not known before it runs{_where(node)}"
             )
-        if number < len(group.ranks) and group.ranks[number] != own:
-            peers.append(group.ranks[number])
-        elif number in group.id:
-            peers.append(number)
-        else:
+        if 0 <= number < len(group.ranks) and group.ranks[number] != own:
+            number = group.ranks[number]
+        elif number not in group.id:
             raise HandshakeConfigError(
                 f"node {node.name} ({node.target}) communicates with rank {number}, which is not in its group of "
                 f"{format_ranks(group.ranks)}{_where(node)}",
                 group=group.id.ranks,
             )
+        peers.append(number)
     return peers
-
-
-def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
-    """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
-    call = _collective_call(node)
-    if call is not None:
-        group = _group_of(node, call)
-        if call.signature.peer_argument is None:
-            return {group.id: 1}
-        own = _own_rank(node)
-        counts: dict[ProcessGroupId, int] = {}
-        for peer in _peers(node, call, group):
-            pair = ProcessGroupId(sorted({own, peer}))
-            counts[pair] = counts.get(pair, 0) + 1
-        return counts
-    bodies = [count_collectives(body) for body in _bodies(node)]
-    if not bodies:
-        return {}
-    if getattr(node.target, "_name", None) == "cond":
-        return {group: max(body.get(group, 0) for body in bodies) for body in bodies for group in body}
-    totals: dict[ProcessGroupId, int] = {}
-    for body in bodies:
-        for one, number in body.items():
-            totals[one] = totals.get(one, 0) + number
-    return totals
 
 
 def _bodies(node: Any) -> list[Any]:
     """The nested graphs that a run of the node runs, in the order of its arguments."""
-    import torch
-
+    graph_class = _torch().fx.GraphModule
     if node.op == "call_module":
         called = _attribute(node.graph.owning_module, node.target)
-        if isinstance(called, torch.fx.GraphModule):
+        if isinstance(called, graph_class):
             return [called]
         unseen = _opaque_classes(called) - _warned_of
         if unseen:
@@ -522,7 +555,7 @@ def _bodies(node: Any) -> list[Any]:
     if node.op not in ("call_function", "call_method"):
         return []
     attributes = [_attribute(n.graph.owning_module, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-    bodies = [value for value in attributes if isinstance(value, torch.fx.GraphModule)]
+    bodies = [value for value in attributes if isinstance(value, graph_class)]
     # Its second body is the backward, which Dynamo's graph holds but does not run.
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
 
@@ -542,24 +575,24 @@ def _opaque_classes(module: Any) -> set[str]:
 # --- Source lines ---
 
 
+@functools.lru_cache(maxsize=_MAX_CACHED_TRACES)
+def _frames(stack_trace: str) -> tuple[SourceLine | None, SourceLine | None]:
+    """The innermost frame of a stack trace, and the innermost outside torch and torch_tpu, of this installation or of
+    the one that recorded the trace."""
+    here = os.path.dirname(_torch().__file__) + os.sep
+    innermost = None
+    for frame in reversed(list(_STACK_FRAME.finditer(stack_trace))):
+        code, function = frame["code"] or "", frame["function"] or ""
+        line = SourceLine(frame["file"], int(frame["line"]), code.strip(), function.strip())
+        innermost = innermost or line
+        if not (_LIBRARY_FILE.match(line.file) or line.file.startswith(here)):
+            return innermost, line
+    return innermost, None
+
+
 def _where(node: Any) -> str:
     line = source_line(node)
     return " (no source line is recorded)" if line is None else f" ({line})"
-
-
-def _is_library_file(file: str) -> bool:
-    """Whether a file belongs to torch or torch_tpu, of this installation or of the one that recorded the trace."""
-    import torch
-
-    if file.startswith("<"):
-        return True
-    parts = file.replace("\\", "/").split("/")
-    if any(
-        folder in ("site-packages", "dist-packages") and package in ("torch", "torch_tpu")
-        for folder, package in itertools.pairwise(parts)
-    ):
-        return True
-    return file.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 # --- Canonical text ---
@@ -569,180 +602,61 @@ class _UnhashableError(HandshakeError):
     """Something in a graph has no canonical text."""
 
 
-def _check_naming(groups: str) -> None:
-    if groups not in GROUP_NAMINGS:
-        raise HandshakeConfigError(f"groups={groups!r} is no way to name groups; use one of {', '.join(GROUP_NAMINGS)}")
-
-
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+_digest = executable_fingerprint
 
 
-class _Tables:
-    """What one walk over a graph and its nested bodies shares: the numbers given to symbols, and texts made so far."""
-
-    def __init__(self, naming: str) -> None:
-        self.naming = naming
-        self._symbols: dict[Any, Any] = {}
-        self._expressions: dict[Any, str] = {}
-        self._nested_integers: dict[int, int] = {}
-        self._groups: dict[tuple[tuple[int, ...], int], str] = {}
-        self._bodies: dict[int, tuple[str, bool]] = {}
-        self._callables: dict[Any, str] = {}
-
-    def nodes(self, graph_module: Any) -> list[CanonicalNode]:
-        return _GraphWalk(self, graph_module).nodes()
-
-    def body(self, graph_module: Any) -> tuple[str, bool]:
-        """The digest of a graph, and whether a run of it has an effect."""
-        known = self._bodies.get(id(graph_module))
-        if known is None:
-            digest = hashlib.blake2b(digest_size=16)
-            has_effect = False
-            for node in self.nodes(graph_module):
-                digest.update(node.equality)
-                has_effect = has_effect or node.has_effect
-            known = self._bodies[id(graph_module)] = digest.hexdigest(), has_effect
-        return known
-
-    def group(self, group: _Group) -> str:
-        key = (group.ranks, id(group.process_group))
-        known = self._groups.get(key)
-        if known is None:
-            known = self._groups[key] = self._group_text(group)
-        return known
-
-    def _group_text(self, group: _Group) -> str:
-        ranks = f"ranks {_digest(repr(group.ranks))}"
-        if group.process_group is None:
-            return f"group({self._layout(group.ranks) if self.naming == 'role' else ranks})"
-        size = len(group.ranks)
-        alike = [known for known, members in _registered_groups().items() if len(members) == size]
-        twins = [known for known in alike if _group_of_object(known).ranks == group.ranks]
-        if self.naming == "exact":
-            return f"group({ranks} #{_position(group.process_group, twins)})"
-        description = _description(group.process_group)
-        named = [known for known in alike if _description(known) == description]
-        if description != "undefined" and len(named) == 1:
-            role = "only one"
-        else:
-            role = f"{self._layout(group.ranks)} #{_position(group.process_group, [t for t in twins if t in named])}"
-        return f"group({description!r} of {size}, {role})"
-
-    @staticmethod
-    def _layout(ranks: tuple[int, ...]) -> str:
-        """Size, stride and phase in each dimension of a regular group; the ranks of any other.
-
-        Where every stride is a multiple of the extent of the dimensions inside it, groups of one layout are disjoint:
-        of a rank and the phases, the coordinates within the group follow, innermost first, and so its first rank.
-        """
-        dimensions = []
-        first, starts, extent = ranks[0], ranks, 1
-        while len(starts) > 1:
-            stride = starts[1] - starts[0]
-            size = 2
-            while size < len(starts) and starts[size] == starts[0] + size * stride:
-                size += 1
-            regular = (
-                stride > 0
-                and stride % extent == 0
-                and len(starts) % size == 0
-                and all(starts[i] == starts[i - i % size] + i % size * stride for i in range(len(starts)))
-            )
-            if not regular:
-                return f"ranks {_digest(repr(ranks))}"
-            dimensions.append(f"{size} by {stride} from {first // stride % size}")
-            starts, extent = starts[::size], stride * size
-        return ", ".join(dimensions)
-
-    def mesh(self, mesh: Any) -> str:
-        """A device mesh: in roles, by its dimensions' names, sizes and groups; else by its ranks."""
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-        with unset_fake_temporarily():
-            ranks = mesh.mesh.tolist()
-        names = mesh.mesh_dim_names
-        if self.naming == "role" and mesh.get_coordinate() is not None:
-            groups = [self.group(_group_of_object(mesh.get_group(dim))) for dim in range(mesh.ndim)]
-            return f"mesh({mesh.device_type} {names!r} {','.join(groups)})"
-        return f"mesh({mesh.device_type} {names!r} {_digest(repr(ranks))})"
-
-    def symbolic(self, value: Any) -> str:
-        """A symbolic number: its expression, with symbols numbered in order of first appearance."""
-        node = value.node
-        if node.is_nested_int():
-            number = self._nested_integers.setdefault(node.nested_int(), len(self._nested_integers))
-            return f"j{number}*{node.nested_int_coeff()}"
-        expression = node.expr
-        known = self._expressions.get(expression)
-        if known is None:
-            # A symbol that appears inside a compound first is rare; of several, the names decide.
-            for symbol in sorted(expression.free_symbols, key=str):
-                if symbol not in self._symbols:
-                    self._symbols[symbol] = self._symbol(symbol, node.shape_env)
-            renamed = expression.xreplace({symbol: self._symbols[symbol] for symbol in expression.free_symbols})
-            known = self._expressions[expression] = f"<{renamed}>"
-        return known
-
-    def _symbol(self, symbol: Any, shape_env: Any) -> Any:
-        import sympy  # type: ignore[import-untyped]
-
-        bounds = shape_env.var_to_range.get(symbol)
-        limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
-        kind = str(symbol).rstrip("0123456789")
-        return sympy.Symbol(f"{kind}{len(self._symbols)}{limits}", **symbol.assumptions0)
-
-    def callable(self, target: Any) -> str:
-        try:
-            known = self._callables.get(target)
-        except TypeError:  # not hashable
-            return self._callable_text(target)
-        if known is None:
-            known = self._callables[target] = self._callable_text(target)
-        return known
-
-    def _callable_text(self, target: Any) -> str:
-        from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-
-        if isinstance(target, OpOverload):
-            return str(target)
-        if isinstance(target, OpOverloadPacket):
-            return target._qualified_op_name.replace("::", ".")
-        if isinstance(target, HigherOrderOperator):
-            return f"{target.namespace}.{target._name}"
-        if isinstance(target, type):
-            return _class_name(target)
-        if isinstance(target, types.FunctionType):
-            name = f"{target.__module__}.{target.__qualname__}"
-            if "<" not in target.__qualname__:
-                return name
-            cells = [cell.cell_contents for cell in target.__closure__ or ()]
-            parts = [target.__code__, target.__defaults__, target.__kwdefaults__, cells]
-            return f"code({','.join(map(self.constant, parts))})"
-        if isinstance(target, types.MethodType):
-            return f"method({self.callable(target.__func__)} of {self.constant(target.__self__)})"
-        if isinstance(target, types.BuiltinFunctionType):
-            owner = target.__self__
-            if owner is None or isinstance(owner, (type, types.ModuleType)):
-                return f"{target.__module__ or getattr(owner, '__name__', '')}.{target.__qualname__}"
-            return f"method({target.__name__} of {self.constant(owner)})"
-        if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)):
-            return f"{_class_name(target.__objclass__)}.{target.__name__}"
-        raise _UnhashableError(f"{_class_name(type(target))} has no name that is the same on every rank")
-
-    def constant(self, value: Any) -> str:
-        """A value that holds no node."""
-        return _GraphWalk(self, None).value(value)
+def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, Any]]:
+    """The leaves of an argument with their paths: ``[0]`` in a list, ``(0)`` in a tuple, ``{'key'}`` in a dictionary,
+    keys sorted, ``.start`` in a slice. For an empty container None, at ``[]``, ``()`` or ``{}``."""
+    kind, fx = type(value), _torch().fx.immutable_collections
+    if kind in (list, fx.immutable_list):
+        empty, parts = "[]", [(f"[{index}]", part) for index, part in enumerate(value)]
+    elif kind in (tuple, _torch().Size):
+        empty, parts = "()", [(f"({index})", part) for index, part in enumerate(value)]
+    elif kind in (dict, fx.immutable_dict):
+        pairs = [(f"{{{key_text(key)}}}", part) for key, part in value.items()]
+        empty, parts = "{}", sorted(pairs, key=operator.itemgetter(0))
+    elif kind is slice:
+        empty, parts = "", [(f".{name}", getattr(value, name)) for name in ("start", "stop", "step")]
+    else:
+        yield path, value
+        return
+    if not parts:
+        yield path + empty, None
+    for step, part in parts:
+        yield from _leaves(part, path + step, key_text)
 
 
-def _registered_groups() -> dict[Any, Collection[int]]:
-    """This rank's process groups, in order of creation, with their ranks."""
+def _device_type(text: str) -> str | None:
+    """The type of the device that a text such as "cuda:0" names; None if it names none, or has no index."""
+    try:
+        return str(_torch().device(text).type) if _DEVICE_TEXT.fullmatch(text) else None
+    except RuntimeError:  # some other text of that form
+        return None
+
+
+def _group_text(group: _Group, naming: str) -> str:
+    ranks = f"ranks {_digest(repr(group.ranks))}"
+    if group.process_group is None:
+        return f"group({_layout(group.ranks) if naming == 'role' else ranks})"
+    # This rank's process groups, in order of creation.
     world = _torch().distributed.distributed_c10d._world
-    return {known: world.pg_group_ranks[known] for known in world.pg_names if known in world.pg_group_ranks}
+    size = len(group.ranks)
+    alike = [known for known in world.pg_names if len(world.pg_group_ranks.get(known, ())) == size]
+    twins = [known for known in alike if _group_of_object(known).ranks == group.ranks]
+    if naming == "exact":
+        return f"group({ranks} #{_position(group.process_group, twins)})"
+    description = _description(group.process_group)
+    named = [known for known in alike if _description(known) == description]
+    if description != "undefined" and len(named) == 1:
+        role = "only one"
+    else:
+        role = f"{_layout(group.ranks)} #{_position(group.process_group, [t for t in twins if t in named])}"
+    return f"group({description!r} of {size}, {role})"
 
 
 def _position(process_group: Any, among: list[Any]) -> int:
@@ -753,6 +667,81 @@ def _description(process_group: Any) -> str:
     return process_group.group_desc or "undefined"
 
 
+def _layout(ranks: tuple[int, ...]) -> str:
+    """Size, stride and phase in each dimension of a regular group; the ranks of any other.
+
+    Where every stride is a multiple of the extent of the dimensions inside it, groups of one layout are disjoint:
+    of a rank and the phases, the coordinates within the group follow, innermost first, and so its first rank.
+    """
+    dimensions = []
+    first, starts, extent = ranks[0], ranks, 1
+    while len(starts) > 1:
+        stride = starts[1] - starts[0]
+        size = 2
+        while size < len(starts) and starts[size] == starts[0] + size * stride:
+            size += 1
+        is_regular = (
+            stride > 0
+            and stride % extent == 0
+            and len(starts) % size == 0
+            and all(starts[i] == starts[i - i % size] + i % size * stride for i in range(len(starts)))
+        )
+        if not is_regular:
+            return f"ranks {_digest(repr(ranks))}"
+        dimensions.append(f"{size} by {stride} from {first // stride % size}")
+        starts, extent = starts[::size], stride * size
+    return ", ".join(dimensions)
+
+
+class _Shared:
+    """What the walks over a graph and its nested bodies share: the numbers given to symbols, and texts made so far."""
+
+    def __init__(self, naming: str) -> None:
+        self.naming = naming
+        self.symbols: dict[Any, Any] = {}
+        self.expressions: dict[Any, str] = {}
+        self.nested_integers: dict[int, int] = {}
+        self.groups: dict[tuple[tuple[int, ...], int], str] = {}
+        self.bodies: dict[int, tuple[str, bool]] = {}
+        # Tensor attributes by identity: two that look alike may be one, or two that a mutation tells apart.
+        self.attributes: dict[int, int] = {}
+
+    def body(self, graph_module: Any) -> tuple[str, bool]:
+        """The digest of a graph, and whether a run of it has an effect."""
+        known = self.bodies.get(id(graph_module))
+        if known is None:
+            nodes = _GraphWalk(self, graph_module).nodes()
+            digest = hashlib.blake2b(b"".join([node.equality for node in nodes]), digest_size=16)
+            known = self.bodies[id(graph_module)] = digest.hexdigest(), any(node.has_effect for node in nodes)
+        return known
+
+    def group(self, group: _Group) -> str:
+        key = (group.ranks, id(group.process_group))
+        if key not in self.groups:
+            self.groups[key] = _group_text(group, self.naming)
+        return self.groups[key]
+
+    def symbolic(self, value: Any) -> str:
+        """A symbolic number: its expression, with symbols numbered in order of first appearance."""
+        node = value.node
+        if node.is_nested_int():
+            number = self.nested_integers.setdefault(node.nested_int(), len(self.nested_integers))
+            return f"j{number}*{node.nested_int_coeff()}"
+        expression = node.expr
+        known = self.expressions.get(expression)
+        if known is None:
+            # A symbol that appears inside a compound first is rare; of several, the names decide.
+            for symbol in sorted(expression.free_symbols, key=str):
+                if symbol not in self.symbols:
+                    bounds = node.shape_env.var_to_range.get(symbol)
+                    limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
+                    name = f"{str(symbol).rstrip('0123456789')}{len(self.symbols)}{limits}"
+                    self.symbols[symbol] = type(symbol)(name, **symbol.assumptions0)
+            renamed = expression.xreplace({symbol: self.symbols[symbol] for symbol in expression.free_symbols})
+            known = self.expressions[expression] = f"<{renamed}>"
+        return known
+
+
 class _GraphWalk:
     """One pass over one graph.
 
@@ -760,14 +749,10 @@ class _GraphWalk:
     that one text serves for both digests.
     """
 
-    def __init__(self, tables: _Tables, graph_module: Any) -> None:
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        torch = _torch()
-        self._tables = tables
+    def __init__(self, shared: _Shared, graph_module: Any) -> None:
+        self._shared = shared
         self._graph_module = graph_module
-        self._torch = torch
-        self._fake_tensor = FakeTensor
+        self._torch = _torch()
         self._positions: dict[Any, int] = {}
         self._marks: list[str] = []
         self._targets: list[str] = []
@@ -775,35 +760,6 @@ class _GraphWalk:
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
         self._effectful_bodies: set[int] = set()
-        self._writers: dict[type, Callable[[Any], str]] = {
-            torch.fx.Node: self._reference,
-            type(None): lambda value: "None",
-            bool: str,
-            int: str,
-            float: lambda value: struct.pack(">d", value).hex() + "f",
-            complex: lambda value: struct.pack(">dd", value.real, value.imag).hex() + "c",
-            str: self._string,
-            bytes: lambda value: f"bytes({value.hex()})",
-            list: self._list,
-            torch.fx.immutable_collections.immutable_list: self._list,
-            tuple: self._tuple,
-            torch.Size: self._tuple,
-            dict: self._dict,
-            torch.fx.immutable_collections.immutable_dict: self._dict,
-            set: self._set,
-            frozenset: self._set,
-            slice: lambda value: f"slice({self._items((value.start, value.stop, value.step))})",
-            range: str,
-            type(...): str,
-            torch.dtype: str,
-            torch.layout: str,
-            torch.memory_format: str,
-            torch.device: lambda value: f"device({value.type})",
-            torch.SymInt: tables.symbolic,
-            torch.SymFloat: tables.symbolic,
-            torch.SymBool: tables.symbolic,
-            types.CodeType: self._code,
-        }
 
     def nodes(self) -> list[CanonicalNode]:
         nodes = []
@@ -821,210 +777,212 @@ class _GraphWalk:
     def _node(self, node: Any, position: int) -> CanonicalNode:
         op = node.op
         self._inputs = []
-        group = None
-        call = None
-        is_source = op in ("placeholder", "get_attr")
-        if op == "placeholder":
-            target = ""
-        elif op == "get_attr":
+        group = call = None
+        target = same = ""
+        replaced: dict[Any, str] = {}
+        if op == "get_attr":
             attribute = _attribute(self._graph_module, node.target)
-            target = self._attribute_text(attribute)
-            if isinstance(attribute, self._torch.fx.GraphModule) and self._tables.body(attribute)[1]:
+            target, same = self._attribute_text(attribute)
+            if isinstance(attribute, self._torch.fx.GraphModule) and self._shared.body(attribute)[1]:
                 self._effectful_bodies.add(position)
         elif op == "call_function":
-            target = self._tables.callable(node.target)
+            target = self._callable(node.target)
             call = _collective_call(node)
-            if target.startswith("higher_order.triton_kernel"):
+            if call is not None:
+                group, replaced = self._collective(node, call)
+            elif target == "higher_order.invoke_subgraph":
+                replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
+            elif target.startswith("higher_order.triton_kernel"):
                 raise _UnhashableError("a Triton kernel is named by its number in this process")
         elif op == "call_module":
             target = self._module_text(_attribute(self._graph_module, node.target))
-        else:
+        elif op != "placeholder":
             target = str(node.target)
-        replaced: dict[Any, str] = {}
-        if call is not None:
-            group, replaced = self._collective(node, call)
-        elif target == "higher_order.invoke_subgraph":
-            replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
-        arguments = self._arguments(node, replaced)
-        metadata = self._metadata(_result(node), position if is_source else None)
+        arguments = []
+        for key, argument in (*enumerate(node.args), *sorted(node.kwargs.items())):
+            written = self.value(argument)  # in any case, for its inputs
+            arguments.append(f"{key}={replaced.get(key, written)}")
+        metadata = self._metadata(_result(node), position if op in ("placeholder", "get_attr") else None)
         if op == "placeholder" and "desc" in node.meta:
             self._descriptors.setdefault(_of_whole_tensor(node.meta["desc"]), position)
         elif op == "output":
             metadata = self._written_back(node.meta.get("desc"))
-        content = f"{op} {target}({arguments}){metadata}"
+        encoded = f"{op} {target}({','.join(arguments)}){metadata}".encode("utf-8", "surrogatepass")
         inputs = tuple(self._inputs)
-        encoded = content.encode("utf-8", "surrogatepass")
         equality = hashlib.blake2b(encoded, digest_size=16)
-        equality.update(repr(inputs).encode())
+        equality.update(f"{inputs}{same}".encode())
         alignment = hashlib.blake2b(encoded, digest_size=8)
         alignment.update("\0".join([self._targets[i] for i in inputs]).encode("utf-8", "surrogatepass"))
         self._positions[node] = position
         self._marks.append(f"%({target})" if op == "get_attr" else "%")
         self._targets.append(target or op)
+        has_effect = call is not None or self._has_effect(node, inputs)
         return CanonicalNode(
-            node.name, op, target or op, equality.digest(), alignment.digest(), inputs, group,
-            call is not None or self._has_effect(node, inputs),
-        )  # fmt: skip
-
-    def _arguments(self, node: Any, replaced: dict[Any, str]) -> str:
-        value = self.value
-        texts = [
-            value(argument) if index not in replaced else self._replace(argument, replaced[index])
-            for index, argument in enumerate(node.args)
-        ]
-        kwargs = node.kwargs
-        for name in sorted(kwargs):
-            text = value(kwargs[name]) if name not in replaced else self._replace(kwargs[name], replaced[name])
-            texts.append(f"{name}={text}")
-        return ",".join(texts)
-
-    def _replace(self, argument: Any, text: str) -> str:
-        self.value(argument)  # for its inputs
-        return text
+            node.name, op, target or op, equality.digest(), alignment.digest(), inputs, group, has_effect
+        )
 
     def _collective(self, node: Any, call: _CollectiveCall) -> tuple[ProcessGroupId, dict[Any, str]]:
         """The group of a collective, and the texts of the arguments that name it or a peer in it."""
         group = _group_of(node, call)
-        signature = call.signature
-        texts = {signature.group_argument: self._tables.group(group)}
+        texts = {call.group_argument: self._shared.group(group)}
         identity = group.id
-        if signature.peer_argument is not None:
+        if call.peer_argument is not None:
             own = _own_rank(node)
             peers = _peers(node, call, group)
             identity = ProcessGroupId(sorted({own, *peers}))
-            if self._tables.naming == "role":
+            if self._shared.naming == "role":
                 places = {rank: place for place, rank in enumerate(group.ranks)}
                 steps = [(places[peer] - places[own]) % len(group.ranks) for peer in peers]
-                texts[signature.peer_argument] = f"peers {steps} ahead"
+                texts[call.peer_argument] = f"peers {steps} ahead"
         replaced: dict[Any, str] = {}
-        for index, argument in enumerate(signature.arguments):
-            if argument.name in texts:
-                replaced[argument.name] = replaced[index + call.offset] = texts[argument.name]
+        for index, name in enumerate(call.arguments, call.offset):
+            if name in texts:
+                replaced[name] = replaced[index] = texts[name]
         return identity, replaced
 
     # Arguments.
 
     def value(self, value: Any) -> str:
-        writer = self._writers.get(type(value))
-        return writer(value) if writer is not None else self._other(value)
+        return ",".join([f"{path}:{self._leaf(leaf)}" for path, leaf in _leaves(value, "", self.value)])
 
-    def _items(self, values: Iterable[Any]) -> str:
-        return ",".join([self.value(value) for value in values])
+    def _leaf(self, value: Any) -> str:
+        torch, kind = self._torch, type(value)
+        if kind is torch.fx.Node:
+            position = self._positions[value]
+            self._inputs.append(position)
+            return self._marks[position]
+        if kind in _PLAIN_CLASSES or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return repr(value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._shared.symbolic(value)
+        if isinstance(value, enum.Enum) or hasattr(kind, "__members__"):  # Python's, or of a C++ extension
+            return f"{_class_name(kind)}.{value.name}"
+        if kind is str:
+            device = _device_type(value)
+            return repr(value) if device is None else f"device({device})"
+        if kind is float:
+            return struct.pack(">d", value).hex() + "f"
+        if kind is complex:
+            return struct.pack(">dd", value.real, value.imag).hex() + "c"
+        if isinstance(value, torch.device):
+            return f"device({value.type})"
+        if kind in (set, frozenset):
+            return f"set({','.join(sorted(map(self.value, value)))})"
+        base: Any
+        for base in (int, float, complex, str, bytes, list, tuple, dict, set, frozenset):
+            if isinstance(value, base):  # of a class of somebody's own
+                return f"{_class_name(kind)}({self.value(base(value))})"
+        meant = _object(value)
+        if meant is not value:
+            return self.value(meant)
+        return f"{_class_name(kind)}({self._content(value)})"
 
-    def _reference(self, node: Any) -> str:
-        position = self._positions[node]
-        self._inputs.append(position)
-        return self._marks[position]
-
-    def _string(self, value: str) -> str:
-        if _DEVICE_TEXT.fullmatch(value):
-            try:
-                return f"device({self._torch.device(value).type})"
-            except RuntimeError:
-                pass  # some other text of that form
-        return repr(value)
-
-    def _list(self, values: Any) -> str:
-        return f"[{self._items(values)}]"
-
-    def _tuple(self, values: Any) -> str:
-        return f"({self._items(values)})"
-
-    def _dict(self, values: Any) -> str:
-        # By the keys' texts. Keys hold no nodes, so the order in which inputs are met follows.
-        pairs = sorted(((self.value(key), key) for key in values), key=operator.itemgetter(0))
-        return "{" + ",".join(f"{text}:{self.value(values[key])}" for text, key in pairs) + "}"
-
-    def _set(self, values: Any) -> str:
-        return "set(" + ",".join(sorted(self.value(value) for value in values)) + ")"
-
-    def _code(self, code: types.CodeType) -> str:
-        constants = self._items(code.co_consts)
-        return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_flags} {constants}"
-
-    def _other(self, value: Any) -> str:
+    def _content(self, value: Any) -> str:
+        """What is in an object of a known class."""
         import dataclasses
-        import functools
 
         torch = self._torch
-        kind = type(value)
-        name = _class_name(kind)
-        if isinstance(value, enum.Enum) or hasattr(kind, "__members__"):  # Python's, or of a C++ extension
-            return f"{name}.{value.name}"
+        distributed = torch.distributed
         if isinstance(value, torch.Tensor):
             return self._tensor_value(value)
-        if isinstance(value, torch.fx.GraphModule):
-            return f"graph {self._tables.body(value)[0]}"
-        if isinstance(value, functools.partial):
-            return f"partial({self._items((value.func, value.args, value.keywords))})"
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return f"{name}({self._items(value)})"
-        base: Any
-        for base in (list, tuple, dict, set, frozenset, int, float, complex, str, bytes):
-            if isinstance(value, base):
-                return f"{name} {self._writers[base](base(value))}"
-        meant = _object(value)
-        if type(meant) is not kind:
-            return self.value(meant)
-        distributed = torch.distributed
+        if isinstance(value, torch.nn.Module):
+            return self._module_text(value)
+        if isinstance(value, (torch.finfo, torch.iinfo)):
+            return str(value.dtype)
+        if isinstance(value, types.CodeType):
+            parts = [value.co_code, value.co_exceptiontable, value.co_names, value.co_varnames, value.co_freevars]
+            return self.value([*parts, value.co_flags, value.co_consts])
         if distributed.is_available():
             if isinstance(value, distributed.ProcessGroup):
-                return self._tables.group(_group_of_object(value))
+                return self._shared.group(_group_of_object(value))
             if isinstance(value, distributed.device_mesh.DeviceMesh):
-                return self._tables.mesh(value)
+                return self._mesh(value)
         placements = sys.modules.get("torch.distributed.tensor.placement_types")
         if placements is not None and isinstance(value, placements.Placement):
-            return f"{name} {value!r}"
+            return repr(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
-            return f"{name} {self._dict(fields)}"
-        if isinstance(value, (torch.finfo, torch.iinfo)):
-            return f"{name}({value.dtype})"
-        if callable(value) and not isinstance(value, torch.nn.Module):
-            return self._tables.callable(value)
-        raise _UnhashableError(f"it holds an object of class {name}, which has no text that is the same on every rank")
+            names = [field.name for field in dataclasses.fields(value) if field.compare]
+            return self.value({name: getattr(value, name) for name in names})
+        if callable(value):
+            return self._callable(value)
+        raise _UnhashableError(
+            f"it holds an object of class {_class_name(type(value))}, which has no text that is the same on every rank"
+        )
+
+    def _mesh(self, mesh: Any) -> str:
+        """A device mesh: in roles, by its dimensions' names, sizes and groups; else by its ranks."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        if self._shared.naming == "role" and mesh.get_coordinate() is not None:
+            content = ",".join(self._shared.group(_group_of_object(mesh.get_group(dim))) for dim in range(mesh.ndim))
+        else:
+            with unset_fake_temporarily():
+                content = _digest(repr(mesh.mesh.tolist()))
+        return f"{mesh.device_type} {mesh.mesh_dim_names!r} {content}"
+
+    def _callable(self, target: Any) -> str:
+        ops = self._torch._ops
+        if isinstance(target, ops.OpOverload):
+            return str(target)
+        if isinstance(target, ops.OpOverloadPacket):
+            return str(target._qualified_op_name).replace("::", ".")
+        if isinstance(target, ops.HigherOrderOperator):
+            return f"{target.namespace}.{target._name}"
+        name = getattr(target, "__qualname__", "<")
+        is_local = "<" in name
+        if isinstance(target, (type, types.FunctionType)) and not is_local:
+            return f"{target.__module__}.{name}"
+        if isinstance(target, types.FunctionType):
+            cells = [cell.cell_contents for cell in target.__closure__ or ()]
+            return f"code({self.value([target.__code__, target.__defaults__, target.__kwdefaults__, cells])})"
+        if isinstance(target, functools.partial):
+            return f"partial({self.value([target.func, target.args, target.keywords])})"
+        if isinstance(target, types.MethodType):
+            return f"method({self._callable(target.__func__)} of {self.value(target.__self__)})"
+        if isinstance(target, types.BuiltinFunctionType):
+            owner = target.__self__
+            if owner is None or isinstance(owner, (type, types.ModuleType)):
+                return f"{target.__module__ or getattr(owner, '__name__', '')}.{name}"
+            return f"method({name} of {self.value(owner)})"
+        if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)):
+            return f"{_class_name(target.__objclass__)}.{target.__name__}"
+        raise _UnhashableError(f"{_class_name(type(target))} has no name that is the same on every rank")
 
     # Attributes of the graph module.
 
-    def _attribute_text(self, value: Any) -> str:
-        torch = self._torch
-        if isinstance(value, torch.nn.Parameter):
-            return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}"
-        if isinstance(value, torch.nn.Module) and not isinstance(value, torch.fx.GraphModule):
-            return self._module_text(value)
-        return self.value(value)
+    def _attribute_text(self, value: Any) -> tuple[str, str]:
+        """The text of an attribute, and of a tensor the number of the first attribute that is the same object."""
+        same = ""
+        if isinstance(value, self._torch.Tensor):
+            same = f" tensor {self._shared.attributes.setdefault(id(value), len(self._shared.attributes))}"
+        if isinstance(value, self._torch.nn.Parameter):
+            return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}", same
+        return self.value(value), same
 
     def _module_text(self, module: Any) -> str:
-        torch = self._torch
-        if isinstance(module, torch.fx.GraphModule):
-            return f"graph {self._tables.body(module)[0]}"
-        name = _class_name(type(module))
-        description = repr(module)
-        if _opaque_classes(module) or " at 0x" in description:
-            raise _UnhashableError(f"it calls a module of class {name}, whose program is not in the graph")
-        state = {
-            key: self._metadata(tensor, None) for key, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-        return f"{name} {description!r} training={module.training} {self._dict(state)}"
+        """A graph by its digest; one of torch's modules by class, settings, its parameters' metadata, its buffers."""
+        if isinstance(module, self._torch.fx.GraphModule):
+            return f"graph {self._shared.body(module)[0]}"
+        if _opaque_classes(module):
+            kind = _class_name(type(module))
+            raise _UnhashableError(f"it calls a module of class {kind}, whose program is not in the graph")
+        texts = []
+        for name, part in module.named_modules():
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                raise _UnhashableError(f"it calls a module of class {_class_name(type(part))} that has hooks")
+            settings = {key: value for key, value in vars(part).items() if not key.startswith("_")}
+            state = {key: self._metadata(value, None) for key, value in part.named_parameters(recurse=False)}
+            buffers = dict(part.named_buffers(recurse=False))
+            texts.append(f"{name} {_class_name(type(part))}({self.value([settings, state, buffers])})")
+        return ",".join(texts)
 
     def _tensor_value(self, tensor: Any) -> str:
         """A tensor constant: its metadata and the digest of its elements."""
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-        metadata = self._metadata(tensor, None)
-        if is_traceable_wrapper_subclass(tensor):
+        text = f"{self._metadata(tensor, None)} requires_grad={tensor.requires_grad}"
+        if self._torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = ",".join(f"{name}={self.value(getattr(tensor, name))}" for name in names)
-            return f"{metadata} {self.value(context)} {inner}"
-        if isinstance(tensor, self._fake_tensor):
-            if tensor.constant is None:
-                return f"valueless {metadata}"
-            tensor = tensor.constant
-        if tensor.device.type == "meta":
-            return f"valueless {metadata}"
-        with unset_fake_temporarily():
-            return f"{metadata} requires_grad={tensor.requires_grad} {_elements_digest(tensor)}"
+            return f"{text} {self.value(context)} {self.value({name: getattr(tensor, name) for name in names})}"
+        return f"{text} {_elements_digest(tensor)}"
 
     # Metadata.
 
@@ -1037,34 +995,26 @@ class _GraphWalk:
             return self._tensor_metadata(value, source)
         if isinstance(value, (list, tuple)):
             return f"[{','.join([self._metadata(item, source) for item in value])}]"
-        writer = self._writers.get(type(value))
-        if writer is not None:
-            return writer(value)
-        if source is None:
-            return _class_name(type(value))  # what it holds follows from op and arguments
-        value = _object(value)
-        distributed = torch.distributed
-        if distributed.is_available() and isinstance(
-            value, (distributed.ProcessGroup, distributed.device_mesh.DeviceMesh)
-        ):
+        if isinstance(value, (bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.value(value)
-        return _class_name(type(value))
+        if source is not None and torch.distributed.is_available():
+            meant = _object(value)
+            if isinstance(meant, (torch.distributed.ProcessGroup, torch.distributed.device_mesh.DeviceMesh)):
+                return self.value(meant)
+        return _class_name(type(value))  # what it holds follows from op and arguments
 
     def _tensor_metadata(self, tensor: Any, source: int | None) -> str:
-        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-        torch = self._torch
         layout = tensor.layout
-        strided = layout is torch.strided
-        strides = self._sizes(tensor.stride()) if strided else layout
+        is_strided = layout is self._torch.strided
+        strides = self._sizes(tensor.stride()) if is_strided else layout
         text = f"{tensor.dtype}{self._sizes(tensor.shape)}{strides}{tensor.device.type}"
         if tensor.dtype.is_complex and tensor.is_conj():
             text += " conj"
-        if is_traceable_wrapper_subclass(tensor):
+        if self._torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = ",".join([self._metadata(getattr(tensor, name), source) for name in names])
             text += f" {_class_name(type(tensor))} {self.value(context)} {inner}"
-        elif source is not None and strided:
+        elif source is not None and is_strided:
             # Inputs that share memory: named by the first of them.
             first = self._storages.setdefault(tensor.untyped_storage()._cdata, source)
             if first != source:
@@ -1074,7 +1024,7 @@ class _GraphWalk:
         return text
 
     def _sizes(self, sizes: Any) -> str:
-        return f"({','.join([str(size) if type(size) is int else self._tables.symbolic(size) for size in sizes])})"
+        return f"({','.join([str(size) if type(size) is int else self._shared.symbolic(size) for size in sizes])})"
 
     def _written_back(self, descriptors: Any) -> str:
         """Which outputs are new values of which inputs: AOTAutograd writes those back after the graph has run."""
@@ -1089,16 +1039,15 @@ class _GraphWalk:
         return ",".join(texts)
 
     def _has_effect(self, node: Any, inputs: tuple[int, ...]) -> bool:
-        op = node.op
-        if self._effectful_bodies and not self._effectful_bodies.isdisjoint(inputs):
+        if not self._effectful_bodies.isdisjoint(inputs):
             return True
-        if op == "call_function":
+        if node.op == "call_function":
             return _function_has_effect(node)
-        if op == "call_method":
+        if node.op == "call_method":
             return _is_in_place(node.target) or _is_random(node.target)
-        if op == "call_module":
+        if node.op == "call_module":
             called = _attribute(self._graph_module, node.target)
-            return not isinstance(called, self._torch.fx.GraphModule) or self._tables.body(called)[1]
+            return not isinstance(called, self._torch.fx.GraphModule) or self._shared.body(called)[1]
         return False
 
 
@@ -1109,33 +1058,44 @@ def _of_whole_tensor(descriptor: Any) -> Any:
     return descriptor
 
 
+def _elements(tensor: Any) -> Any:
+    """A tensor's elements, whatever its strides: on the CPU, in row-major order.
+
+    Raises:
+        _UnhashableError: they can't be read, or don't say all (a scale is beside them).
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    torch = _torch()
+    with unset_fake_temporarily():
+        if isinstance(tensor, FakeTensor):
+            tensor = tensor.constant
+        if tensor is None or tensor.device.type == "meta":
+            raise _UnhashableError("the value of a tensor constant can't be read: it is a fake tensor, or on meta")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise _UnhashableError(f"a tensor constant of layout {tensor.layout}, dtype {tensor.dtype} can't be read")
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if plain.numel() and not plain.data_ptr():
+            raise _UnhashableError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
+        return plain
+
+
 def _elements_digest(tensor: Any) -> str:
-    """A digest of a tensor's elements in row-major order, whatever its strides."""
     import ctypes
 
-    import torch
-
-    if tensor.layout is not torch.strided:
-        raise _UnhashableError(f"a constant of layout {tensor.layout}")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = _elements(tensor)
     count = plain.numel() * plain.element_size()
     elements = (ctypes.c_char * count).from_address(plain.data_ptr()) if count else b""
     return hashlib.blake2b(elements, digest_size=16).hexdigest()
 
 
 def _function_has_effect(node: Any) -> bool:
-    import torch
-    from torch._ops import OpOverload, OpOverloadPacket
-
+    torch = _torch()
     target = node.target
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         overload = _any_overload(target)
-        schema = overload._schema
-        return (
-            schema.is_mutable
-            or schema.name.endswith("::wait_tensor")
-            or torch.Tag.nondeterministic_seeded in overload.tags
-        )
+        is_random = torch.Tag.nondeterministic_seeded in overload.tags
+        return overload._schema.is_mutable or overload._schema.name.endswith("::wait_tensor") or is_random
     if target in _IN_PLACE_OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
     name = getattr(target, "__name__", "")
@@ -1154,85 +1114,190 @@ def _is_in_place(name: str) -> bool:
 
 def _is_random(name: str) -> bool:
     """Whether the aten op of that name draws random numbers."""
-    import torch
-
+    torch = _torch()
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     return packet is not None and torch.Tag.nondeterministic_seeded in _any_overload(packet).tags
 
 
-# --- Facts beside a graph's text ---
+# --- What people and reports want to know of a graph ---
 
 
-def _facts(graph_module: Any, path: str = "") -> list[str]:
-    import torch
-    import torch.distributed as dist
-
-    facts = []
-    if not path and dist.is_available() and dist.is_initialized():
-        facts.append(f"rank = {dist.get_rank()}")
+def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dict[str, Any]:
+    """The record of a graph and of those nested in it; adds the groups of their collectives to `groups`, by name."""
+    graph_class = _torch().fx.GraphModule
+    mutations = _mutations(graph_module)
+    positions: dict[Any, int] = {}
+    nodes: list[dict[str, Any]] = []
     for node in graph_module.graph.nodes:
+        source, user_source = _frames(node.meta.get("stack_trace") or "")
+        record = {
+            **_call_record(node, positions),
+            **_group_record(node, groups),
+            "mutated_by": mutations.get(node),
+            "source": source and (source.file, source.line, source.function, source.code),
+            "user_source": user_source and (user_source.file, user_source.line, user_source.function, user_source.code),
+        }
         if node.op == "get_attr":
-            value = _attribute(graph_module, node.target)
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                facts.append(f"constant {path}{node.target} = {_constant_fact(value)}")
+            record["constant"] = _constant_text(_attribute(graph_module, node.target))
+        positions[node] = len(nodes)
+        nodes.append({key: value for key, value in record.items() if value or (key == "shape" and value == [])})
+    children = [(name, child) for name, child in graph_module.named_children() if isinstance(child, graph_class)]
+    bodies = {name: _body_record(child, name, groups) for name, child in children}
+    return {"name": name, "nodes": nodes, "bodies": bodies}
+
+
+def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
+    """What a node calls, with which arguments, and the form of its result; spelled as torch's `print_readable` does."""
+    op, target = node.op, str(node.target)
+    arguments: list[tuple[str, str, int | None]] = []
+    for key, argument in (*enumerate(node.args), *node.kwargs.items()):
+        for path, leaf in _leaves(argument, {"placeholder": "default", "output": ""}.get(op, str(key))):
+            if path.endswith(("[]", "()", "{}")):
+                arguments.append((path[:-2], path[-2:], None))
+            else:
+                arguments.append((path, _leaf_text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
+    texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
+    if op == "call_function":
+        target = _target_text(node.target)
+        text = f"{target}({', '.join(texts)})"
+    elif op == "call_method":
+        target = f".{target}"
+        text = f"{texts[0]}{target}({', '.join(texts[1:])})"
+    elif op == "call_module":
+        target = f"self.{target}"
+        text = f"{target}({', '.join(texts)})"
+    elif op == "get_attr":
+        text = f"self.{target}"
+    else:
+        target = op if op == "output" else ""
+        text = ", ".join(texts)
+    form = _form(_result(node))
+    name = f"{node.name}: {form['dtype']}[{', '.join(form['shape'])}]" if form else node.name
+    line = f"return {text}" if op == "output" else f"{name} = {text}" if text else name
+    op = "call" if op.startswith("call") else op
+    return {"name": node.name, "op": op, "target": target, "arguments": arguments, **form, "line": line}
+
+
+def _text(value: Any) -> str:
+    """An object as people read it, without the address that differs in each process."""
+    try:
+        return _ADDRESS.sub("0x0", repr(value))
+    except Exception:  # a report must not fail because of it
+        return _class_name(type(value))
+
+
+def _leaf_text(value: Any) -> str:
+    torch = _torch()
+    if isinstance(value, torch.Tensor):
+        return _constant_text(value) or "parameter"
+    if isinstance(value, torch.device):
+        return f"device(type={value.type!r})"
+    if isinstance(value, str):
+        return repr(_device_type(value) or value)
+    return _target_text(value) if callable(value) else _text(value)
+
+
+def _target_text(target: Any) -> str:
+    if getattr(target, "__module__", None) == "_operator":
+        return f"operator.{target.__name__.rstrip('_')}"
+    try:
+        return str(_torch().fx.node._get_qualified_name(target))
+    except Exception:  # it has no name
+        return _text(target)
+
+
+def _form(value: Any) -> dict[str, Any]:
+    """The type, sizes, strides in elements and device of a tensor; the expression of a symbolic number."""
+    torch = _torch()
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return {"dtype": "Sym", "shape": [str(value)]}
+    if not isinstance(value, torch.Tensor):
+        return {}
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+    note = [] if is_plain else [type(value).__name__, "".join(map(str, getattr(value, "placements", ())))]
+    return {
+        "dtype": torch.utils._dtype_abbrs.dtype_abbrs.get(value.dtype, str(value.dtype)),
+        "shape": list(map(str, value.shape)),
+        "stride": list(map(str, value.stride())) if value.layout is torch.strided else None,
+        "device": value.device.type,
+        "note": " ".join(note).strip(),
+    }
+
+
+def _group_record(node: Any, groups: dict[str, _Group]) -> dict[str, Any]:
+    """Whether a node is a collective, and its group's name. A report must not fail where the graph did."""
+    call = name = None
+    try:
         call = _collective_call(node)
-        if call is not None:
-            fact = _group_fact(node, call)
-            if fact and fact not in facts:
-                facts.append(fact)
-        facts.extend(f"mutated {path}{name} = {how}" for name, how in _mutations(node))
-        frames = list(_STACK_FRAME.finditer(node.meta.get("stack_trace") or ""))
-        if frames and _is_library_file(frames[-1]["file"]):
-            line = source_line(node)
-            if line is not None:
-                facts.append(f"source {path}{node.name} = {line}")
-    for name, body in graph_module.named_children():
-        if isinstance(body, torch.fx.GraphModule):
-            facts.extend(_facts(body, f"{path}{name}."))
-    return facts
+        if call is None:
+            return {}
+        name = call.arguments[call.group_argument]
+        group = _group_of(node, call)
+        name = getattr(group.process_group, "group_name", None)
+        if name is not None:
+            groups[name] = group
+    except HandshakeConfigError:
+        pass
+    return {"collective": True, "group": name if isinstance(name, str) else None}
 
 
-def _constant_fact(tensor: Any) -> str:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
+def _constant_text(tensor: Any) -> str | None:
+    torch = _torch()
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.Parameter):
+        return None
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     try:
-        with unset_fake_temporarily():
-            first = tensor.detach().flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
-            more = ", …" if tensor.numel() > MAX_CONSTANT_VALUES_SHOWN else ""
-            return f"{text} blake2b:{_elements_digest(tensor)} [{', '.join(map(repr, first))}{more}]"
-    except Exception:  # a fake tensor, or a subclass without elements: what is known is said
+        first = _elements(tensor).flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
+        more = ", …" if tensor.numel() > MAX_CONSTANT_VALUES_SHOWN else ""
+        return f"{text} blake2b:{_elements_digest(tensor)} [{', '.join(map(repr, first))}{more}]"
+    except Exception:  # its elements can't be read: what is known is said
         return text
 
 
-def _group_fact(node: Any, call: _CollectiveCall) -> str | None:
-    try:
-        group = _resolve_group(node, call)
-    except Exception:  # the text is made to explain a failure; it must not add one
-        return None
-    name = getattr(group.process_group, "group_name", None)
-    if name is None:
-        return None
-    description = _description(group.process_group)
-    size = len(group.ranks)
-    return f"group {name} = {format_ranks(group.ranks, size)}; size {size}; description {description}"
+def _mutations(graph_module: Any) -> dict[Any, str]:
+    """The inputs that a graph changes, and what changes each: an op, or the output."""
+    mutations = {}
+    inputs = {}
+    for node in graph_module.graph.nodes:
+        changed: list[Any] = []
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "placeholder" and "desc" in node.meta:
+            inputs[node.meta["desc"]] = node
+        elif node.op == "output":
+            descriptors = node.meta.get("desc") or ()
+            changed = [inputs.get(getattr(descriptor, "mutated_input", None)) for descriptor in descriptors]
+        elif node.op == "call_method" and _is_in_place(node.target):
+            changed = list(node.args[:1])
+        elif schema is not None and schema.is_mutable:
+            for index, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+                    changed += value if isinstance(value, (list, tuple)) else [value]
+        mutations.update({each: str(node.target) for each in changed if getattr(each, "op", None) == "placeholder"})
+    return mutations
 
 
-def _mutations(node: Any) -> list[tuple[str, str]]:
-    """Inputs of the graph that a node changes: their names, and by what."""
-    if node.op == "output":
-        inputs = {n.meta["desc"]: n.name for n in node.graph.nodes if n.op == "placeholder" and "desc" in n.meta}
-        mutated = [getattr(descriptor, "mutated_input", None) for descriptor in node.meta.get("desc") or ()]
-        return [(inputs[descriptor], "output") for descriptor in mutated if descriptor in inputs]
-    if node.op == "call_method" and _is_in_place(node.target):
-        return [(n.name, node.target) for n in node.args[:1] if getattr(n, "op", None) == "placeholder"]
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is None or not schema.is_mutable:
-        return []
-    changed: list[tuple[str, str]] = []
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            changed.extend((n.name, str(node.target)) for n in values if getattr(n, "op", None) == "placeholder")
-    return changed
+def _runs(ranks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Ranks as runs (first, count, step), in their order."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, count, step = runs[-1] if runs else (0, 0, 0)
+        if count == 1 or (count and rank == first + count * step):
+            runs[-1] = (first, count + 1, rank - first if count == 1 else step)
+        else:
+            runs.append((rank, 1, 1))
+    return runs
+
+
+def _fact_lines(body: dict[str, Any], path: str = "") -> Iterator[str]:
+    """What the record of a graph says that its printed text leaves out."""
+    for node in body["nodes"]:
+        if "constant" in node:
+            yield f"constant {path}{node['target']} = {node['constant']}"
+        if "mutated_by" in node:
+            yield f"mutated {path}{node['name']} = {node['mutated_by']}"
+        if "user_source" in node and node["user_source"] != node["source"]:
+            file, line, _, code = node["user_source"]
+            yield f"source {path}{node['name']} = {SourceLine(file, line, code)}"
+    for name, nested in body["bodies"].items():
+        yield from _fact_lines(nested, f"{path}{name}.")

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 STAGE_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_STAGE"
+GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
 
 # A fingerprint is a digest in hex, or at most a short compound of some; more is a mistake of the caller's
 # (a whole graph passed where its fingerprint belongs).
@@ -108,6 +109,19 @@ class HandshakeStage(enum.Enum):
         except KeyError:
             choices = ", ".join(stage.name for stage in cls)
             raise HandshakeConfigError(f"{source}={name!r} is no stage; set it to one of {choices}") from None
+
+
+def group_naming(given: str | None = None) -> str:
+    """How fingerprints name groups: "role" or "exact"; as given, else as the variable says, else "role".
+
+    Raises:
+        HandshakeConfigError: it is neither.
+    """
+    naming = given if given is not None else os.environ.get(GROUPS_VARIABLE) or "role"
+    if naming not in ("exact", "role"):
+        source = GROUPS_VARIABLE if given is None else "groups"
+        raise HandshakeConfigError(f"{source}={naming!r} is not a way to name groups; use one of exact, role")
+    return naming
 
 
 def whole_number(value: Any, source: str, *, text: bool = False) -> int:

@@ -663,7 +663,7 @@ def test_waiting_is_no_collective():
         node = list(graph_module.graph.nodes)[1]
         assert not _graph.is_collective(node)
         assert _graph.count_collectives(graph_module) == {}
-        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"is no collective"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"is not a collective"):
             _graph.collective_group(node)
 
 
@@ -810,7 +810,7 @@ def test_registered_ops_are_collectives():
         with pytest.raises(_vocabulary.HandshakeConfigError, match=r"handshake_test::other.*'ring'"):
             _graph.count_collectives(built((ops.other.default, ({0},))))
     for name in ("ring_reduce", "a.b", ""):
-        with pytest.raises(_vocabulary.HandshakeConfigError, match="no qualified op name"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="is not a qualified op name"):
             _graph.register_collective(name)
 
 
