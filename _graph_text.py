@@ -36,17 +36,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
-    from . import _graph_diff, _graph_report
+    from . import _graph_diff
     from ._graph import is_collective_name
     from ._graph_diff import Argument, Body, Graph, Keys, Node, Source, node_keys, number_of
     from ._graph_plan import align
+    from ._graph_report import Context, Report, Variant, explain, page, write_file
     from ._vocabulary import format_ranks
 else:
     import _graph_diff
-    import _graph_report
     from _graph import is_collective_name
     from _graph_diff import Argument, Body, Graph, Keys, Node, Source, node_keys, number_of
     from _graph_plan import align
+    from _graph_report import Context, Report, Variant, explain, page, write_file
     from _vocabulary import format_ranks
 
 # A statement over several lines (a signature with one input a line) is given up after this many: nobody reads a graph
@@ -74,6 +75,7 @@ _MIN_LIKENESS = 0.3
 # A graph is a part of another, larger one, as after a graph break, if that has this part of its operations.
 _MIN_PART = 0.8
 _MIN_PART_OPERATIONS = 4
+_ALL_GRAPHS_HAVE = ("placeholder", "output", "get_attr")  # no operations
 
 
 # --- Graphs in a text -------------------------------------------------------------------------------------------------
@@ -279,12 +281,12 @@ class _Reader:
         source, user_source = (None, None) if op in ("placeholder", "output") else (self._source, self._user_source)
         if (place := _PLACE.match(self._facts.get(f"source {body}{name}", ""))) is not None:
             user_source = Source(place[1], int(place[2]), "", place[3])
+        node = Node(
+            name or op, op, target, arguments, statement.line, *_form(statement.annotation), source, user_source
+        )
         if name:
             positions[name] = len(nodes)
-        sources, facts = (source, user_source), (group, is_collective, constant, mutated_by)
-        nodes.append(
-            Node(name or op, op, target, arguments, statement.line, *_form(statement.annotation), *sources, *facts)
-        )
+        nodes.append(node._replace(group=group, collective=is_collective, constant=constant, mutated_by=mutated_by))
 
 
 def _one_more(number: re.Match[str]) -> str:
@@ -414,7 +416,7 @@ def _understand_python(statements: list[ast.stmt], line: str) -> _Statement | No
         case [ast.Return(value)]:
             return _Statement("", "", "output", "output", tuple(_leaves(value, "")) if value else (), line)
         case [ast.AugAssign(changed, change, value), last]:  # torch writes `x += 3;  y = x`
-            target, operands = f"operator.i{_operator(change).rstrip('_')}", [("0", changed), ("1", value)]
+            target, operands = f"operator.i{_operator(change)}", [("0", changed), ("1", value)]
         case [ast.Assign([ast.Subscript(changed, index)], value), last]:  # `x[0] = 3;  y = x`
             target, operands = "operator.setitem", [("0", changed), ("1", index), ("2", value)]
         case [last]:
@@ -455,7 +457,7 @@ def _expression(value: ast.expr) -> tuple[str, str, list[tuple[str, ast.expr]]]:
 
 # Functions of `operator` that are not called as the class of `ast` is, in lower case.
 _OPERATORS = {
-    "mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and_", "bitor": "or_", "bitxor": "xor",
+    "mult": "mul", "div": "truediv", "matmult": "matmul", "bitand": "and", "bitor": "or", "bitxor": "xor",
     "usub": "neg", "uadd": "pos", "noteq": "ne", "lte": "le", "gte": "ge",
 }  # fmt: skip
 
@@ -582,7 +584,7 @@ def explain_files(paths: Sequence[str], html_path: str | None = None) -> int:
         return _fail(f"the graphs are nested too deep or too large to compare: {type(error).__name__}: {error}")
     if html_path is not None:
         try:
-            _graph_report.write_file(html_path, html)
+            write_file(html_path, html)
         except OSError as error:
             status = _fail(f"the page could not be written to {html_path}: {error.strerror}")
     try:
@@ -633,7 +635,7 @@ def _compare(paths: Sequence[str], html_path: str | None) -> tuple[int, str, str
         lines.append(f"and {len(differing) - MAX_SHOWN} more graphs that differ (MAX_SHOWN)")
     if not differing and not notes:
         lines.append(f"{format_ranks(ranks)} have the same {graphs}{', as far as these texts tell' if unseen else ''}")
-    html = _graph_report.page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
+    html = page(differing or reports[:1], heading, [*remarks, *notes]) if html_path is not None else ""
     return 1 if differing or notes else 0, "\n".join(lines), html
 
 
@@ -656,9 +658,8 @@ def _read_files(paths: Sequence[str]) -> tuple[list[_RankFile], list[str]]:
         return sorted(files, key=lambda file: file.rank), []
     numbered = ", ".join(f"rank {number} is {path}" for number, path in enumerate(paths[:MAX_SHOWN]))
     remark = (
-        f"Note: {count} files are of rank {rank}, so the files are numbered in the order given: {numbered}"
-        f"{' …' if len(paths) > MAX_SHOWN else ''}. Names such as rank0.txt, rank1.txt say which rank a file is "
-        "from."
+        f"Note: {count} files are of rank {rank}, so all are numbered in the order given: {numbered}"
+        f"{' …' if len(paths) > MAX_SHOWN else ''}. Names such as rank0.txt, rank1.txt say whose a file is."
     )
     return [file._replace(rank=number) for number, file in enumerate(files)], [remark]
 
@@ -705,7 +706,7 @@ def _match_files(files: list[_RankFile]) -> tuple[list[_Slot], list[_Slot]]:
     slots: list[_Slot] = [{} for _ in reference.graphs]
     extra: dict[tuple[int, int], _Slot] = {}
     operations = {
-        number: Counter(key for key in node_keys(graph.body, keys).weak if key not in _NO_OPERATIONS)
+        number: Counter(key for key in node_keys(graph.body, keys).weak if key not in _ALL_GRAPHS_HAVE)
         for file in files
         for number, graph in zip(contents[file.rank], file.graphs, strict=True)
     }
@@ -722,10 +723,6 @@ def _match_files(files: list[_RankFile]) -> tuple[list[_Slot], list[_Slot]]:
             slot = slots[last] if j in slot_of else extra.setdefault((last, content), {})
             slot[file.rank] = _Place(j, content, graph)
     return slots, list(extra.values())
-
-
-# Nodes that say nothing of what a graph does.
-_NO_OPERATIONS = ("placeholder", "output", "get_attr")
 
 
 def _match_graphs(a: list[int], b: list[int], operations: dict[int, Counter[Any]]) -> list[tuple[int, int]]:
@@ -757,18 +754,13 @@ def _likeness(a: Counter[Any], b: Counter[Any]) -> float:
     return part if part >= _MIN_LIKENESS or is_part else 0.0
 
 
-def _report(slot: _Slot, number: int, total: int) -> _graph_report.Report:
+def _report(slot: _Slot, number: int, total: int) -> Report:
     all_have = all(place.graph.fingerprint for place in slot.values())
-    variants: dict[tuple[int, str], list[int]] = {}
+    ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, place in slot.items():
-        variants.setdefault((place.content, place.graph.fingerprint if all_have else ""), []).append(rank)
-    return _graph_report.explain(
-        [
-            _graph_report.Variant(tuple(ranks), fingerprint, slot[ranks[0]].graph)
-            for (_, fingerprint), ranks in variants.items()
-        ],
-        _graph_report.Context(title=f"graph {number} of {total}" if total > 1 else ""),
-    )
+        ranks_of.setdefault((place.content, place.graph.fingerprint if all_have else ""), []).append(rank)
+    variants = [Variant(tuple(ranks), key[1], slot[ranks[0]].graph) for key, ranks in ranks_of.items()]
+    return explain(variants, Context(title=f"graph {number} of {total}" if total > 1 else ""))
 
 
 def _only_some(slot: _Slot, ranks: list[int]) -> str:
@@ -785,10 +777,7 @@ def _only_some(slot: _Slot, ranks: list[int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line: `explain FILE FILE … [--html FILE]`.
-
-    Returns:
-        The exit status: that of `explain_files`.
+    """The command line, `explain FILE FILE … [--html FILE]`; returns the exit status, that of `explain_files`.
 
     Raises:
         SystemExit: with 2 if the arguments are wrong, with 0 if they ask for help.
@@ -803,12 +792,8 @@ def main(arguments: Sequence[str]) -> int:
         "place among the files. Exit status: 0 the graphs are the same, 1 they differ, 2 they can't be compared.",
     )
     parser.add_argument("command", choices=["explain"], metavar="explain", help="the one command there is")
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="a rank's graphs (print_readable, graph_record, or a log with graphs), one file for each rank",
-    )
+    help_text = "a rank's graphs (print_readable, graph_record, or a log with graphs), one file for each rank"
+    parser.add_argument("files", nargs="+", metavar="FILE", help=help_text)
     parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
     options = parser.parse_args(arguments)
     return explain_files(options.files, options.html)
