@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `explain`: files of several ranks, which of their graphs belong together, and what is said."""
+"""The command `explain`: files of several ranks, which of their graphs belong together, and what is said."""
 
 import contextlib
 import io
@@ -14,14 +14,14 @@ import pytest
 from layout import PACKAGE, TESTS, child_environment, load, module_file
 from printed_graphs import VOCABULARY, assert_page_is_self_contained, big_text, small, without_rank
 
-_explain = load("_explain")
+_graph_text = load("_graph_text")
 
 
 def explain_files(tmp_path, files, html=None, times=1):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = _explain.explain_files([str(tmp_path / name) for name in files] * times, html)
+        status = _graph_text.explain_files([str(tmp_path / name) for name in files] * times, html)
     return status, out.getvalue()
 
 
@@ -64,7 +64,7 @@ def test_a_rank_with_a_graph_more_than_the_others(tmp_path):
     status, out = explain_files(tmp_path, files, str(html))
     assert status == 1
     assert "ranks 0-2: 2 of 2 graphs differ" in out or "ranks 0-2: 1 of 2 graphs differ" in out
-    assert "Only rank 2 has this graph, ranks 0-1 have not: graph 0 of rank 2" in out
+    assert "Only rank 2 has this graph, ranks 0-1 do not: graph 0 of rank 2" in out
     assert "18992 · rank" in out and "compile cache" in out
     assert_page_is_self_contained(html.read_text())
     assert "Only rank 2 has this graph" in html.read_text()
@@ -83,7 +83,7 @@ def test_many_graphs_that_all_differ_are_matched_in_order(tmp_path):
     status, out = explain_files(tmp_path, files | {"rank2.log": log_of(*more)})
     assert status == 1
     assert "ranks 0-2: 150 of 150 graphs differ" in out
-    assert out.count("Only rank 2 has this graph, ranks 0-1 have not: graph 70 of rank 2") == 1
+    assert out.count("Only rank 2 has this graph, ranks 0-1 do not: graph 70 of rank 2") == 1
     assert "= 18992 · rank" in out
 
 
@@ -114,7 +114,7 @@ def test_values_that_are_not_in_the_texts_are_not_said_to_be_the_same(tmp_path):
     status, out = explain_files(tmp_path, {"rank0.txt": text, "rank1.txt": text}, str(page))
     assert status == 0
     assert out.endswith("ranks 0-1 have the same 1 graph, as far as these texts tell\n")
-    assert "don't have the values of _tensor_constant0" in out and "graph_text" in out and "fingerprints" in out
+    assert "do not hold the values of _tensor_constant0" in out and "graph_text" in out and "fingerprints" in out
     assert "values of _tensor_constant0" in page.read_text()
     # Not where the values, or the fingerprints, are there.
     known = small("c = self._tensor_constant0\ny = x + c\nreturn (y,)", "# handshake: constant _tensor_constant0 = [1]")
@@ -142,7 +142,7 @@ def test_only_a_fingerprint_is_one(tmp_path):
         ({"rank0.txt": VOCABULARY[0]}, "at least two files"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": ""}, "rank1.txt is empty"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": "Traceback (most recent call last):"}, "rank1.txt holds no graph"),
-        ({"rank0.txt": VOCABULARY[0], "rank1.txt": bytes(range(256)) * 9}, "rank1.txt is no text"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": bytes(range(256)) * 9}, "rank1.txt is not a text file"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": random.Random(1).randbytes(999).replace(b"\0", b"")}, "no graph"),
         (
             {"rank0.txt": VOCABULARY[0], "rank1.txt": (TESTS / "data" / "aot_dynamic_cond.txt").read_text()},
@@ -160,13 +160,13 @@ def test_files_that_cannot_be_read(tmp_path, capsys, monkeypatch):
     good = tmp_path / "rank0.txt"
     good.write_text(VOCABULARY[0])
     for path, why in ((tmp_path / "missing.txt", "No such file"), (tmp_path, "Is a directory")):
-        assert _explain.main(["explain", str(good), str(path)]) == 2
+        assert _graph_text.main(["explain", str(good), str(path)]) == 2
         assert f"{path} can't be read: {why}" in capsys.readouterr().err
-    assert _explain.main(["explain", str(good), "/dev/zero"]) == 2
-    assert "/dev/zero is no text" in capsys.readouterr().err
-    monkeypatch.setattr(_explain, "MAX_FILE_BYTES", 5000)
+    assert _graph_text.main(["explain", str(good), "/dev/zero"]) == 2
+    assert "/dev/zero is not a text file" in capsys.readouterr().err
+    monkeypatch.setattr(_graph_text, "MAX_FILE_BYTES", 5000)
     (tmp_path / "large.txt").write_text("y" * 5001)
-    assert _explain.main(["explain", str(good), str(tmp_path / "large.txt")]) == 2
+    assert _graph_text.main(["explain", str(good), str(tmp_path / "large.txt")]) == 2
     assert "large.txt is larger than" in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def two_files(tmp_path):
 def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, two_files, name, capsys):
     before = sorted(tmp_path.iterdir())
     page = f"{tmp_path}/{name}"
-    assert _explain.main(["explain", *two_files, "--html", page]) == 2
+    assert _graph_text.main(["explain", *two_files, "--html", page]) == 2
     captured = capsys.readouterr()
     assert f"could not be written to {page}: " in captured.err and ".part" not in captured.err
     assert "18992 · rank" in captured.out, "the text is there all the same"
@@ -190,7 +190,7 @@ def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, two
 
 
 def test_a_device_is_written_as_it_is_and_stays_one(two_files, capsys):
-    assert _explain.main(["explain", *two_files, "--html", "/dev/full"]) == 2
+    assert _graph_text.main(["explain", *two_files, "--html", "/dev/full"]) == 2
     assert "could not be written to /dev/full: No space left" in capsys.readouterr().err
     assert Path("/dev/full").is_char_device()
 
@@ -204,7 +204,7 @@ def test_the_page_never_takes_the_place_of_an_input(tmp_path, two_files, alias, 
         page.hardlink_to(two_files[1])
     else:
         page = two_files[1] if alias == "itself" else f"{tmp_path}/../{tmp_path.name}/rank1.txt"
-    assert _explain.main(["explain", *two_files, "--html", str(page)]) == 2
+    assert _graph_text.main(["explain", *two_files, "--html", str(page)]) == 2
     assert "would overwrite" in capsys.readouterr().err
     assert Path(two_files[1]).read_text() == VOCABULARY[1]
 
@@ -212,7 +212,7 @@ def test_the_page_never_takes_the_place_of_an_input(tmp_path, two_files, alias, 
 def test_a_page_of_before_is_replaced_also_through_a_link(tmp_path, two_files):
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
-    assert _explain.main(["explain", *two_files, "--html", str(tmp_path / "link.html")]) == 1
+    assert _graph_text.main(["explain", *two_files, "--html", str(tmp_path / "link.html")]) == 1
     assert (tmp_path / "link.html").is_symlink()
     assert_page_is_self_contained((tmp_path / "real.html").read_text())
 
@@ -224,7 +224,7 @@ def test_two_files_of_one_rank_are_told_apart_by_their_place(tmp_path):
     status, out = explain_files(tmp_path, {"a/rank3.txt": VOCABULARY[0], "b/rank3.txt": VOCABULARY[0]}, str(page))
     assert status == 0
     for shown in (out, page.read_text()):
-        assert f"{tmp_path}/a/rank3.txt and {tmp_path}/b/rank3.txt are of one rank, 0" in shown
+        assert f"2 files are of rank 0, so all are numbered in the order given: rank 0 is {tmp_path}/a/rank3" in shown
         assert f"rank 1 is {tmp_path}/b/rank3.txt" in shown
     assert "ranks 0-1 have the same 1 graph" in out
     # Also the very same file.
@@ -273,7 +273,7 @@ def test_the_usage_is_what_has_to_be_typed(arguments, status):
 
 
 def test_the_page_may_be_named_before_the_files(two_files, tmp_path):
-    assert _explain.main(["explain", "--html", str(tmp_path / "page.html"), *two_files]) == 1
+    assert _graph_text.main(["explain", "--html", str(tmp_path / "page.html"), *two_files]) == 1
     assert_page_is_self_contained((tmp_path / "page.html").read_text())
 
 
