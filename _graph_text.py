@@ -262,9 +262,11 @@ class _Reader:
         name, op, target, leaves = statement.name, statement.op, statement.target, statement.leaves
         nodes, positions = self._open[-1][1].nodes, self._positions
         root, _, rest = target.partition(".")
+        body = "".join(f"{body.name}." for _, body in self._open[1:])
         if op in ("call", "attribute") and root in positions:
-            if not rest:  # another name for the same node
-                positions[name] = positions[root]
+            if not rest:  # an input's own name, where the signature has another
+                at = positions[name] = positions[root]
+                nodes[at] = nodes[at]._replace(name=name, mutated_by=self._facts.get(f"mutated {body}{name}"))
                 return
             op, target = "call", f".{rest}"
             shifted = ((re.sub(r"^\d+", _one_more, path), text, is_name) for path, text, is_name in leaves)
@@ -276,7 +278,6 @@ class _Reader:
         )
         is_collective = op == "call" and _is_collective(target, arguments)
         group = _group(arguments) if is_collective else None
-        body = "".join(f"{body.name}." for _, body in self._open[1:])
         constant, mutated_by = (self._facts.get(f"{fact} {body}{target or name}") for fact in ("constant", "mutated"))
         source, user_source = (None, None) if op in ("placeholder", "output") else (self._source, self._user_source)
         if (place := _PLACE.match(self._facts.get(f"source {body}{name}", ""))) is not None:
