@@ -3,6 +3,7 @@
 
 import contextlib
 import io
+import json
 import os
 import random
 import re
@@ -37,6 +38,25 @@ def test_files_of_ranks_are_compared(tmp_path):
     status, out = explain_files(tmp_path, {f"rank{rank}.txt": VOCABULARY[rank] for rank in range(4)})
     assert status == 1
     assert "18992 · (rank + 1)" in out and "4 different graphs" in out
+
+
+def record_of(text):
+    (graph,) = _graph_text.parse(text)
+    groups = {"0": {"ranks": [[0, 4, 1]], "description": "default_pg"}}
+    body = {"name": graph.body.name, "nodes": [node._asdict() for node in graph.body.nodes], "bodies": {}}
+    return json.dumps({"handshake_graph": 1, "rank": graph.rank, "groups": groups, "body": body})
+
+
+def test_records_are_compared_with_one_another_and_with_texts(tmp_path):
+    records = [record_of(text) for text in VOCABULARY]
+    status, out = explain_files(tmp_path, {f"graph-{number}.json": record for number, record in enumerate(records)})
+    assert status == 1
+    assert "18992 · (rank + 1)" in out and "4 different graphs" in out
+    # A log with one record a line, and one that holds the printed graphs.
+    mixed = {"rank1.log": "\n".join([records[1], records[2]]), "2.log": log_of(VOCABULARY[1], VOCABULARY[2])}
+    mixed["2.log"] = mixed["2.log"].replace("rank = 1", "rank = 5").replace("rank = 2", "rank = 5")
+    status, out = explain_files(tmp_path, mixed)
+    assert (status, out.splitlines()[-1]) == (0, "ranks 1, 5 have the same 2 graphs")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +161,7 @@ def test_only_a_fingerprint_is_one(tmp_path):
     [
         ({"rank0.txt": VOCABULARY[0]}, "at least two files"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": ""}, "rank1.txt is empty"),
+        ({"rank0.txt": VOCABULARY[0], "rank1.txt": '{"handshake_graph": 2}'}, "rank1.txt: not a valid graph record"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": "Traceback (most recent call last):"}, "rank1.txt holds no graph"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": bytes(range(256)) * 9}, "rank1.txt is not a text file"),
         ({"rank0.txt": VOCABULARY[0], "rank1.txt": random.Random(1).randbytes(999).replace(b"\0", b"")}, "no graph"),

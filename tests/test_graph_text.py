@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the text of graphs. The texts in `data` were printed by torch 2.13; only the paths in them were changed."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layout import TESTS, load
 
 _graph_text = load("_graph_text")
@@ -34,7 +38,9 @@ def test_reads_an_aot_graph(vocabulary):
     body = vocabulary.body
     assert names(body)[:4] == ["arg0_1", "arg1_1", "ge", "lt"]
     assert [node.name for node in body.inputs] == ["arg0_1", "arg1_1"]
-    assert [(argument.text, argument.producer) for argument in body.nodes[-1].arguments] == [("wait_tensor", len(body.nodes) - 2)]
+    assert [(argument.text, argument.producer) for argument in body.nodes[-1].arguments] == [
+        ("wait_tensor", len(body.nodes) - 2)
+    ]
     ge = node(vocabulary, "ge")
     assert (ge.op, ge.target) == ("call", "torch.ops.aten.ge.Scalar")
     assert [(a.path, a.text, a.producer) for a in ge.arguments] == [("0", "arg0_1", 0), ("1", "18992", None)]
@@ -188,6 +194,75 @@ def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
     assert [graph.first_line for graph in graphs] == [2, 2 + text.count("\n")]
 
 
+def test_lines_of_other_threads_between_the_marks_are_no_part_of_the_graph(vocabulary):
+    lines = (DATA / "vocabulary" / "rank1.txt").read_text().splitlines()
+    marked = ["--- [BEGIN GRAPH MODULE: f] ---", *lines[:9], "step 3: loss 2.5", *lines[9:], "epoch = 3"]
+    graph = only("\n".join([*marked, "--- [END GRAPH MODULE: f] ---"]))
+    assert graph.body == vocabulary.body and not graph.is_cut
+
+
+def test_records_are_read_too_also_in_a_log():
+    body = {"name": "G", "nodes": [{"name": "output", "op": "output", "target": "output", "line": "return ()"}]}
+    record = {"handshake_graph": 1, "rank": 3, "body": body}
+    two = "\n".join(json.dumps(each) for each in (record, record | {"fingerprint": "b" * 32}))
+    graphs = _graph_text.parse(two)
+    assert [(graph.rank, graph.fingerprint, graph.first_line) for graph in graphs] == [(3, "", 1), (3, "b" * 32, 2)]
+    assert names(graphs[0].body) == ["output"]
+    logged = only(f"I1 ] --- [BEGIN GRAPH MODULE: {'a' * 32}] ---\nI1 ] {json.dumps(record)}\nI1 ] done")
+    assert (logged.body, logged.fingerprint) == (graphs[0].body, "a" * 32)
+    with pytest.raises(ValueError, match="not a valid graph record"):
+        _graph_text.parse(json.dumps(record)[:-9])
+
+
+def test_what_is_a_collective_is_what_fingerprints_take_for_one():
+    def found(statement):
+        made = one(statement).body.nodes[-2]
+        return made.collective, made.group
+
+    graph = load("_graph")
+    assert found("y = torch.ops._c10d_functional.all_reduce.default(x, 'sum', group_name = 'tp')") == (True, "tp")
+    wrapped = "torch.ops.higher_order.with_effects(x, torch.ops._c10d_functional.all_reduce.default, x, 'sum', '3')"
+    assert found(f"y = {wrapped}") == (True, "3")
+    assert found("y = torch.ops._c10d_functional.wait_tensor.default(x)") == (False, None)
+    assert found("y = torch.ops.aten.add.Tensor(x, 1)") == (False, None)
+    assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (False, None)
+    graph.register_collective("graph_text_test::ring", "group")
+    assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (True, "5")
+
+
+def test_a_printed_graph_says_what_its_record_says():
+    """So that reports are the same whichever of them the ranks have."""
+    torch = pytest.importorskip("torch")
+    import graph_workers as workers
+
+    def program(x, tokens, scale):
+        mask = (tokens >= 18992) & (tokens < 37984)
+        y = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        y = workers.checkpoint(lambda t: torch.relu(t @ t.t()), y, use_reentrant=False)
+        y = workers.funcol.all_reduce(y, "sum", workers.dist.group.WORLD) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x[0:2] = 3
+        scale.mul_(2)
+        return y.sum(dim=(0, 1), keepdim=True).to(torch.float16), x[..., None, 1:], torch.zeros(3, device="cpu:0")
+
+    def said(body):
+        """All but the lines themselves, and sources, of which the text names fewer."""
+        nodes = [node._replace(line="", source=None, user_source=None) for node in body.nodes]
+        sources = [node.user_source.place.split(" in ")[0] for node in body.nodes if node.collective]
+        return nodes, sources, {name: said(nested) for name, nested in body.bodies.items()}
+
+    with workers.world():
+        inputs = torch.ones(4, 4), torch.arange(4), torch.ones(3)
+        graphs = workers.compiled(program, *inputs, dynamic=True).all
+        pairs = [(load("_graph").graph_text(graph), load("_graph").graph_record(graph)) for graph in graphs]
+    assert len(pairs) == 2
+    for text, record in pairs:
+        printed, recorded = only(text), only(record)
+        assert said(printed.body) == said(recorded.body)
+        assert (printed.rank, dict(printed.groups)) == (recorded.rank, dict(recorded.groups))
+        assert recorded.groups and sum(node.collective for node in recorded.body.nodes) == 1
+        assert any(node.mutated_by for node in recorded.body.nodes)
+
+
 def test_defaults_and_variadic_inputs_are_inputs():
     graph = only("def forward(self, x, k = 3, *args, **kw):\n    add = x + k\n    return add\n")
     assert names(graph.body) == ["x", "k", "args", "kw", "add", "output"]
@@ -228,3 +303,22 @@ def test_a_text_that_is_cut_off_is_said_to_be():
 @pytest.mark.parametrize("text", ["", "hello\nworld", "\0\1\2", "class A:\n    def f(self): pass\n", "class \n" * 50])
 def test_what_is_no_graph_gives_none(text):
     assert _graph_text.parse(text) == []
+
+
+SAMPLES = [(DATA / name).read_text() for name in ("aot_dynamic_cond.txt", "dynamo_checkpoint.txt")]
+PIECES = st.one_of(
+    st.text(max_size=20), st.sampled_from([*"()[]{}'\"\\;:=,#.\n", "\n    ", "class x(torch.nn.Module):", "None"])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 2900), st.integers(0, 300), PIECES), max_size=8))
+def test_whatever_stands_in_a_text_is_read(text, edits):
+    for start, length, piece in edits:
+        text = text[:start] + piece + text[start + length :]
+    for graph in _graph_text.parse(text):
+        bodies = [graph.body]
+        for body in bodies:
+            bodies += body.bodies.values()
+            for position, made in enumerate(body.nodes):
+                assert all(a.producer is None or 0 <= a.producer < position for a in made.arguments)
