@@ -264,7 +264,7 @@ class _Reader:
         root, _, rest = target.partition(".")
         body = "".join(f"{body.name}." for _, body in self._open[1:])
         if op in ("call", "attribute") and root in positions:
-            if not rest:  # an input's own name, where the signature has another
+            if op == "attribute" and not rest:  # an input's own name, where the signature has another
                 at = positions[name] = positions[root]
                 nodes[at] = nodes[at]._replace(name=name, mutated_by=self._facts.get(f"mutated {body}{name}"))
                 return
@@ -282,11 +282,9 @@ class _Reader:
         source, user_source = (None, None) if op in ("placeholder", "output") else (self._source, self._user_source)
         if (place := _PLACE.match(self._facts.get(f"source {body}{name}", ""))) is not None:
             user_source = Source(place[1], int(place[2]), "", place[3])
-        node = Node(
-            name or op, op, target, arguments, statement.line, *_form(statement.annotation), source, user_source
-        )
-        if name:
-            positions[name] = len(nodes)
+        form = _form(statement.annotation)
+        node = Node(name or op, op, target, arguments, statement.line, *form, source, user_source)
+        positions[name] = len(nodes)
         nodes.append(node._replace(group=group, collective=is_collective, constant=constant, mutated_by=mutated_by))
 
 
