@@ -790,7 +790,7 @@ def main(arguments: Sequence[str]) -> int:
         epilog="A file's rank is the one that it says itself, else the number in its path (rank12.txt), else its "
         "place among the files. Exit status: 0 the graphs are the same, 1 they differ, 2 they can't be compared.",
     )
-    parser.add_argument("command", choices=["explain"], metavar="explain", help="the one command there is")
+    parser.add_argument("command", choices=["explain"], metavar="explain", help="the only command")
     help_text = "a rank's graphs (print_readable, graph_record, or a log with graphs), one file for each rank"
     parser.add_argument("files", nargs="+", metavar="FILE", help=help_text)
     parser.add_argument("--html", metavar="FILE", help="write the report as a page too")
