@@ -211,7 +211,7 @@ class _Reader:
         elif (head := _CLASS.match(line)) is not None:
             self._open_body(head[1], indentation)
         elif _DEF.match(line):
-            if not self._open or self._open[-1][1].nodes:
+            if not self._open:
                 self._open_body("", indentation - 1)
             text, count = self._joined(number)
             for statement in _signature(text):

@@ -90,6 +90,27 @@ def test_a_rank_with_a_graph_more_than_the_others(tmp_path):
     assert "Only rank 2 has this graph" in html.read_text()
 
 
+def test_the_sequence_that_most_ranks_have_is_the_one_to_compare_with(tmp_path):
+    more = (TESTS / "data" / "dynamo_checkpoint.txt").read_text()
+    files = {f"rank{rank}.log": log_of(without_rank(VOCABULARY[0])) for rank in (1, 2)}
+    status, out = explain_files(tmp_path, {"rank0.log": log_of(without_rank(VOCABULARY[0]), more)} | files)
+    assert status == 1
+    assert out.startswith("ranks 0-2: 0 of 1 graph differ\nOnly rank 0 has this graph, ranks 1-2 do not: graph 1 of ")
+
+
+def test_a_rank_that_has_many_more_graphs_first(tmp_path):
+    def text(number, rank):
+        return small(f"z = x.sin()\ny = z.op_{number}()\nw = y * {number + rank}.5\nreturn (w,)")
+
+    first = [small(f"y = x.a_{number}().b_{number}()\nreturn (y,)") for number in range(80)]
+    files = {"rank0.log": log_of(*(text(number, 0) for number in range(3)))}
+    files["rank1.log"] = log_of(*first, *(text(number, 1) for number in range(3)))
+    status, out = explain_files(tmp_path, files)
+    assert status == 1
+    assert out.startswith("ranks 0-1: 3 of 3 graphs differ\n")
+    assert "and 72 more graphs that only some ranks have" in out
+
+
 def test_many_graphs_that_all_differ_are_matched_in_order(tmp_path):
     """More than are tried against one another at a time; one rank has one more in the middle."""
 
@@ -121,6 +142,16 @@ def test_a_graph_break_in_one_rank_s_file(tmp_path):
     assert "What differs" in out and "collectives among them" in out
 
 
+def test_a_graph_that_is_the_short_beginning_of_another_is_compared_with_it(tmp_path):
+    whole = big_text(8)
+    lines = whole.splitlines()
+    cut = next(number for number, line in enumerate(lines) if "w5)" in line) - 1
+    first = [*lines[:cut], f"        return ({lines[cut - 1].split(':')[0].strip()},)"]
+    status, out = explain_files(tmp_path, {"rank0.txt": whole, "rank1.txt": "\n".join(first)})
+    assert status == 1
+    assert "graph break" in out and "What differs, in 1 place" in out
+
+
 def test_equal_files_are_said_to_be_equal(tmp_path):
     status, out = explain_files(
         tmp_path, {"rank0.txt": VOCABULARY[0], "b1.txt": VOCABULARY[0].replace("rank = 0", "rank = 1")}
@@ -138,7 +169,8 @@ def test_values_that_are_not_in_the_texts_are_not_said_to_be_the_same(tmp_path):
     assert "values of _tensor_constant0" in page.read_text()
     # Not where the values, or the fingerprints, are there.
     known = small("c = self._tensor_constant0\ny = x + c\nreturn (y,)", "# handshake: constant _tensor_constant0 = [1]")
-    for same in (known, log_of(text), without_rank(VOCABULARY[0])):
+    parameter = small("c = self.weight\ny = x + c\nreturn (y,)", "# handshake: group 0 = ranks 0-1; size 2")
+    for same in (known, parameter, log_of(text), without_rank(VOCABULARY[0])):
         assert explain_files(tmp_path, {"a.txt": same, "b.txt": same}) == (0, "ranks 0-1 have the same 1 graph\n")
 
 

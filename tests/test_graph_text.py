@@ -59,6 +59,28 @@ def test_a_collective_has_its_group_and_the_users_own_line(vocabulary):
     assert all_reduce.user_source.code == 'return fc.all_reduce(output, "sum", W)'
 
 
+def test_without_facts_the_users_own_line_is_the_last_one_before():
+    text = (DATA / "vocabulary" / "rank1.txt").read_text().partition("# handshake:")[0]
+    all_reduce = node(only(text), "all_reduce")
+    assert (all_reduce.source.line, all_reduce.user_source.line) == (179, 17)
+    text = text.replace("        embedding:", "        # No stacktrace found for following nodes\n        embedding:")
+    assert node(only(text), "embedding").source is None
+
+
+def test_facts_of_a_nested_body_are_told_from_those_of_the_graph():
+    lines = [
+        "class G(torch.nn.Module):", "    def forward(self, x):", "        c = self.c", "        return (c,)",
+        "    class body_0(torch.nn.Module):", "        def forward(self, x):", "            c = self.c",
+        "            return (c,)", "# handshake: constant c = [1]", "# handshake: constant body_0.c = [2]",
+        "# handshake: mutated body_0.x = add_", "# handshake: source body_0.c = /m.py:3: c = torch.tensor([2])",
+    ]  # fmt: skip
+    body = only("\n".join(lines)).body
+    nested = body.bodies["body_0"]
+    assert [each.constant for each in (body.nodes[1], nested.nodes[1])] == ["[1]", "[2]"]
+    assert [each.mutated_by for each in (body.nodes[0], nested.nodes[0])] == [None, "add_"]
+    assert nested.nodes[1].user_source == ("/m.py", 3, "", "c = torch.tensor([2])")
+
+
 def test_facts_that_torch_does_not_print_are_read(vocabulary):
     assert vocabulary.rank == 1
     assert vocabulary.groups == {"0": ((0, 1, 2, 3), "default_pg")}
@@ -192,6 +214,7 @@ def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
     graphs = _graph_text.parse(f"--- [BEGIN GRAPH MODULE: f] ---\n{text}{text}--- [END GRAPH MODULE: f] ---")
     assert [graph.body for graph in graphs] == [vocabulary.body] * 2
     assert [graph.first_line for graph in graphs] == [2, 2 + text.count("\n")]
+    assert [graph.is_cut for graph in graphs] == [False, False]
 
 
 def test_lines_of_other_threads_between_the_marks_are_no_part_of_the_graph(vocabulary):
