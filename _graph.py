@@ -63,9 +63,8 @@ GROUP_NAMINGS = ("exact", "role")
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem", "tpu"}
 )
-_GROUP_ARGUMENTS = ("group_name", "group", "process_group")
-# The legacy functional collectives take (tag, ranks, group_size) instead.
-_LEGACY_GROUP_ARGUMENTS = frozenset({"ranks", "group_size"})
+# The legacy functional collectives take (tag, ranks, group_size) instead of a group.
+_GROUP_ARGUMENTS = ("group_name", "group", "process_group", "ranks")
 # Those ops by their names, for who has no schema. The namespace tpu holds ops of one device too.
 _COLLECTIVE_NAME = re.compile(
     r"tpu::\w*?(all_?gather|all_?reduce|reduce_?scatter|all_?to_?all)\w*"
@@ -74,28 +73,15 @@ _COLLECTIVE_NAME = re.compile(
 )
 # Point-to-point ops, and the argument that names the peer, or the list of peers.
 _PEER_ARGUMENTS = {
-    "isend": "dst",
-    "send": "dst",
-    "irecv": "src",
-    "recv_": "src",
-    "recv_any_source_": "",
-    "batch_p2p_ops": "peer_list",
-}
+    "isend": "dst", "send": "dst", "irecv": "src", "recv_": "src", "recv_any_source_": "", "batch_p2p_ops": "peer_list",
+}  # fmt: skip
 
 # How many elements of a tensor constant texts and records show.
 MAX_CONSTANT_VALUES_SHOWN = 16
-
 # Version of the JSON that `graph_record` writes.
 RECORD_VERSION = 1
-
 # Stack traces kept parsed: the nodes of one source line share theirs.
 _MAX_CACHED_TRACES = 4096
-
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in "iadd iand iconcat ifloordiv ilshift imod imul imatmul ior ipow irshift isub itruediv ixor setitem "
-    "delitem".split()
-)
 
 # Classes whose `repr` says all, and no two of which have one in common.
 _PLAIN_CLASSES = frozenset({type(None), bool, int, bytes, range, type(...)})
@@ -115,8 +101,8 @@ class SourceLine(NamedTuple):
 
     file: str
     line: int
+    function: str
     code: str
-    function: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.code}" if self.code else "")
@@ -176,11 +162,7 @@ def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
     """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
     call = _collective_call(node)
     if call is not None:
-        group = _group_of(node, call)
-        if call.peer_argument is None:
-            return {group.id: 1}
-        own = _own_rank(node)
-        return dict(Counter(ProcessGroupId(sorted({own, peer})) for peer in _peers(node, call, group)))
+        return dict(Counter(_resolve(node, call).lines))
     bodies = [Counter(count_collectives(body)) for body in _bodies(node)]
     either = operator.or_ if getattr(node.target, "_name", None) == "cond" else operator.add
     return dict(functools.reduce(either, bodies)) if bodies else {}
@@ -266,10 +248,7 @@ def collective_group(node: Any) -> ProcessGroupId:
     call = _collective_call(node)
     if call is None:
         raise HandshakeConfigError(f"node {node.name} is not a collective{_where(node)}")
-    group = _group_of(node, call)
-    if call.peer_argument is None:
-        return group.id
-    return ProcessGroupId(sorted({_own_rank(node), *_peers(node, call, group)}))
+    return _resolve(node, call).members
 
 
 def source_line(node: Any) -> SourceLine | None:
@@ -280,15 +259,14 @@ def source_line(node: Any) -> SourceLine | None:
 def graph_text(graph_module: Any) -> str:
     """The graph as people read it: torch's `print_readable` with strides and devices, then what that leaves out.
 
-    Those facts are comment lines ``# handshake: SUBJECT = VALUE``:
+    Those facts are comment lines ``# handshake: SUBJECT = VALUE``; BODY is the dotted name of a nested graph:
     - ``rank = 1``: who printed it, if `torch.distributed` is initialised;
     - ``group 3 = ranks 0-1; size 2; description mesh_tp``: a process group by its name;
     - ``constant BODY._tensor_constant0 = float32 (2,) blake2b:0123… [1.0, 2.0]``: a tensor constant by dtype, shape,
       digest and first `MAX_CONSTANT_VALUES_SHOWN` values, row-major;
     - ``mutated arg0_1 = copy_``: an input that the graph changes, and the op (or output) that does;
-    - ``source BODY.all_reduce = /path/model.py:24: x = all_reduce(y)``: the user's own line, for nodes whose
-      innermost frame lies inside torch, which is the one that `print_readable` shows.
-    BODY is the dotted name of the nested graph that holds it, absent at the top. What can't be had is left out.
+    - ``source BODY.all_reduce = /path/model.py:24: x = all_reduce(y)``: the user's own line, where it is not the
+      innermost, which `print_readable` shows.
     """
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
     groups: dict[str, _Group] = {}
@@ -296,8 +274,7 @@ def graph_text(graph_module: Any) -> str:
     for name, group in groups.items():
         size, description = len(group.ranks), _description(group.process_group)
         facts.append(f"group {name} = {format_ranks(group.ranks, size)}; size {size}; description {description}")
-    rank = _rank_if_known()
-    if rank is not None:
+    if (rank := _rank_if_known()) is not None:
         facts.append(f"rank = {rank}")
     return "\n".join([text.rstrip("\n"), *[f"# handshake: {fact}" for fact in facts]]) + "\n"
 
@@ -319,7 +296,7 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
         "fingerprint": fingerprint,
         "rank": _rank_if_known(),
         "groups": {
-            name: {"ranks": _runs(group.ranks), "description": _description(group.process_group)}
+            name: {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
             for name, group in groups.items()
         },
         "body": body,
@@ -347,11 +324,24 @@ class _CollectiveCall(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A resolved group: its members in the group's own order, and the process group object if there is one."""
+    """A resolved group, as one call uses it.
+
+    Attributes:
+        ranks: its members, in the group's own order.
+        process_group: the object, if there is one.
+        lines: the groups on whose collective lines the call counts: this one; of a point-to-point op the pair of this
+            rank and the peer, for each op of a batch.
+        steps: of a point-to-point op, how far ahead of this rank each peer is on the ring of the group.
+    """
 
     ranks: tuple[int, ...]
-    id: ProcessGroupId
     process_group: Any
+    lines: tuple[ProcessGroupId, ...]
+    steps: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> ProcessGroupId:
+        return ProcessGroupId(sorted({rank for line in self.lines for rank in line.ranks}))
 
 
 _registered_collectives: dict[str, str] = {}
@@ -394,20 +384,13 @@ def _collective_call(node: Any) -> _CollectiveCall | None:
 def _signature(target: Any) -> _CollectiveCall | None:
     schema = _any_overload(target)._schema
     namespace, _, name = schema.name.partition("::")
-    names = {argument.name: argument.default_value for argument in schema.arguments}
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    peer_argument = None
     group_argument = _registered_collectives.get(schema.name)
-    if group_argument is not None:
-        if group_argument not in names:
-            raise HandshakeConfigError(
-                f"{schema.name} was registered with its group in {group_argument!r}, which it doesn't take: {schema}"
-            )
-    elif namespace in _COLLECTIVE_NAMESPACES:
-        legacy = ["ranks"] if names.keys() >= _LEGACY_GROUP_ARGUMENTS else []
-        group_argument = next((wanted for wanted in [*_GROUP_ARGUMENTS, *legacy] if wanted in names), None)
-    if group_argument is None:
-        return None
-    peer_argument = _PEER_ARGUMENTS.get(name) if namespace in _COLLECTIVE_NAMESPACES else None
-    return _CollectiveCall(names, group_argument, peer_argument)
+    if group_argument is None and namespace in _COLLECTIVE_NAMESPACES:
+        group_argument = next((wanted for wanted in _GROUP_ARGUMENTS if wanted in defaults), None)
+        peer_argument = _PEER_ARGUMENTS.get(name)
+    return None if group_argument is None else _CollectiveCall(defaults, group_argument, peer_argument)
 
 
 def _any_overload(target: Any) -> Any:
@@ -419,24 +402,14 @@ def _any_overload(target: Any) -> Any:
     return getattr(target, next((name for name in names if "out" not in name), names[0]))
 
 
-def _group_of(node: Any, call: _CollectiveCall) -> _Group:
-    dist = _torch().distributed
-    name = call.group_argument
+def _resolve(node: Any, call: _CollectiveCall) -> _Group:
+    """
+    Raises:
+        HandshakeConfigError: the group or a peer can't be resolved; the message names the node and its source line.
+    """
     try:
-        value = _object(call.arguments[name])
-        if name == "ranks":
-            ranks = tuple(value)
-            size = _object(call.arguments["group_size"])
-            if size < len(ranks):  # several groups of that size, of which this rank is in one
-                start = ranks.index(_own_rank(node)) // size * size
-                ranks = ranks[start : start + size]
-            return _Group(ranks, ProcessGroupId(sorted(ranks)), None)
-        if isinstance(value, str):
-            value = dist.distributed_c10d._resolve_process_group(value)
-        if not isinstance(value, dist.ProcessGroup):
-            kind = _class_name(type(value))
-            raise TypeError(f"its argument {name} is {kind}, not a process group or the name of one")
-        return _group_of_object(value)
+        group = _resolve_group(call)
+        return group if call.peer_argument is None else _with_peers(call, group)
     except Exception as error:
         reason = f"{error}" or type(error).__name__
         raise HandshakeConfigError(
@@ -444,12 +417,50 @@ def _group_of(node: Any, call: _CollectiveCall) -> _Group:
         ) from error
 
 
+def _resolve_group(call: _CollectiveCall) -> _Group:
+    dist = _torch().distributed
+    name = call.group_argument
+    value = _object(call.arguments.get(name))
+    if name == "ranks" and isinstance(value, (list, tuple)):
+        size = _object(call.arguments["group_size"])
+        # Of several groups of that size, this rank's.
+        start = value.index(dist.get_rank()) // size * size if size < len(value) else 0
+        ranks = tuple(value[start : start + size])
+        return _Group(ranks, None, (ProcessGroupId(sorted(ranks)),))
+    if isinstance(value, str):
+        value = dist.distributed_c10d._resolve_process_group(value)
+    if not isinstance(value, dist.ProcessGroup):
+        raise TypeError(f"its argument {name!r} is {_class_name(type(value))}, not a process group or the name of one")
+    return _group_of_object(value)
+
+
 def _group_of_object(process_group: Any) -> _Group:
     known = _known_ranks.get(process_group)
     if known is None:
         ranks = tuple(_torch().distributed.get_process_group_ranks(process_group))
         known = _known_ranks[process_group] = ranks, ProcessGroupId(sorted(ranks))
-    return _Group(*known, process_group)
+    return _Group(known[0], process_group, (known[1],))
+
+
+def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
+    """The group as a point-to-point op uses it.
+
+    The op takes a rank within the group, but Dynamo gives it a global one (torch 2.13). So a number is read as what
+    runs, a rank within the group; where that names no other member, as the global rank that was meant.
+    """
+    own, ranks = _torch().distributed.get_rank(), group.ranks
+    numbers = call.arguments.get(call.peer_argument or "")
+    peers = []
+    for number in numbers if isinstance(numbers, (list, tuple)) else [numbers]:
+        if type(number) is not int:
+            raise TypeError("its peer is not known before it runs")
+        peer = ranks[number] if 0 <= number < len(ranks) and ranks[number] != own else number
+        if peer not in ranks:
+            raise ValueError(f"its peer is rank {peer}, which is not in its group of {format_ranks(ranks)}")
+        peers.append(peer)
+    lines = tuple(ProcessGroupId(sorted({own, peer})) for peer in peers)
+    steps = tuple((ranks.index(peer) - ranks.index(own)) % len(ranks) for peer in peers)
+    return group._replace(lines=lines, steps=steps)
 
 
 def _object(value: Any) -> Any:
@@ -500,42 +511,6 @@ def _rank_if_known() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
-def _own_rank(node: Any) -> int:
-    rank = _rank_if_known()
-    if rank is None:
-        raise HandshakeConfigError(
-            f"node {node.name} ({node.target}) needs to know this process's rank{_where(node)}: "
-            "initialise torch.distributed first"
-        )
-    return rank
-
-
-def _peers(node: Any, call: _CollectiveCall, group: _Group) -> list[int]:
-    """The global ranks that a point-to-point op meets, one for each op of a batch.
-
-    The op takes a rank within the group, but Dynamo gives it a global one (torch 2.13). So a number is read as what
-    runs, a rank within the group; where that names no other member, as the global rank that was meant.
-    """
-    own = _own_rank(node)
-    numbers = call.arguments.get(call.peer_argument or "")
-    peers = []
-    for number in numbers if isinstance(numbers, (list, tuple)) else [numbers]:
-        if type(number) is not int:
-            raise HandshakeConfigError(
-                f"node {node.name} ({node.target}) has a peer that is not known before it runs{_where(node)}"
-            )
-        if 0 <= number < len(group.ranks) and group.ranks[number] != own:
-            number = group.ranks[number]
-        elif number not in group.id:
-            raise HandshakeConfigError(
-                f"node {node.name} ({node.target}) communicates with rank {number}, which is not in its group of "
-                f"{format_ranks(group.ranks)}{_where(node)}",
-                group=group.id.ranks,
-            )
-        peers.append(number)
-    return peers
-
-
 def _bodies(node: Any) -> list[Any]:
     """The nested graphs that a run of the node runs, in the order of its arguments."""
     graph_class = _torch().fx.GraphModule
@@ -543,14 +518,16 @@ def _bodies(node: Any) -> list[Any]:
         called = _attribute(node.graph.owning_module, node.target)
         if isinstance(called, graph_class):
             return [called]
-        unseen = _opaque_classes(called) - _warned_of
-        if unseen:
-            _warned_of.update(unseen)
+        kinds = {type(part) for part in called.modules()}
+        sync = _torch().nn.SyncBatchNorm  # the one of torch's own that issues collectives
+        unseen = {_class_name(k) for k in kinds if k is sync or not k.__module__.startswith("torch.nn.modules.")}
+        if unseen - _warned_of:
             _logger.warning(
                 "node %s (%s) calls a module of class %s%s: if it issues collectives, they are not counted; trace into "
                 "it, as AOTAutograd does",
-                *(node.name, node.target, ", ".join(sorted(unseen)), _where(node)),
+                *(node.name, node.target, ", ".join(sorted(unseen - _warned_of)), _where(node)),
             )
+            _warned_of.update(unseen)
         return []
     if node.op not in ("call_function", "call_method"):
         return []
@@ -560,19 +537,8 @@ def _bodies(node: Any) -> list[Any]:
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
 
 
-# Classes of `_opaque_classes` that a warning was given of.
+# Classes of modules that a warning was given of.
 _warned_of: set[str] = set()
-
-
-def _opaque_classes(module: Any) -> set[str]:
-    """The classes of a module and those in it that may do anything: all but torch's own without collectives, of which
-    class and settings say what they do."""
-    sync = _torch().nn.SyncBatchNorm
-    kinds = {type(part) for part in module.modules()}
-    return {_class_name(kind) for kind in kinds if not kind.__module__.startswith("torch.nn.modules.") or kind is sync}
-
-
-# --- Source lines ---
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_TRACES)
@@ -582,8 +548,8 @@ def _frames(stack_trace: str) -> tuple[SourceLine | None, SourceLine | None]:
     here = os.path.dirname(_torch().__file__) + os.sep
     innermost = None
     for frame in reversed(list(_STACK_FRAME.finditer(stack_trace))):
-        code, function = frame["code"] or "", frame["function"] or ""
-        line = SourceLine(frame["file"], int(frame["line"]), code.strip(), function.strip())
+        function, code = (frame["function"] or "").strip(), (frame["code"] or "").strip()
+        line = SourceLine(frame["file"], int(frame["line"]), function, code)
         innermost = innermost or line
         if not (_LIBRARY_FILE.match(line.file) or line.file.startswith(here)):
             return innermost, line
@@ -604,9 +570,6 @@ class _UnhashableError(HandshakeError):
 
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-_digest = executable_fingerprint
 
 
 def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, Any]]:
@@ -639,32 +602,8 @@ def _device_type(text: str) -> str | None:
         return None
 
 
-def _group_text(group: _Group, naming: str) -> str:
-    ranks = f"ranks {_digest(repr(group.ranks))}"
-    if group.process_group is None:
-        return f"group({_layout(group.ranks) if naming == 'role' else ranks})"
-    # This rank's process groups, in order of creation.
-    world = _torch().distributed.distributed_c10d._world
-    size = len(group.ranks)
-    alike = [known for known in world.pg_names if len(world.pg_group_ranks.get(known, ())) == size]
-    twins = [known for known in alike if _group_of_object(known).ranks == group.ranks]
-    if naming == "exact":
-        return f"group({ranks} #{_position(group.process_group, twins)})"
-    description = _description(group.process_group)
-    named = [known for known in alike if _description(known) == description]
-    if description != "undefined" and len(named) == 1:
-        role = "only one"
-    else:
-        role = f"{_layout(group.ranks)} #{_position(group.process_group, [t for t in twins if t in named])}"
-    return f"group({description!r} of {size}, {role})"
-
-
-def _position(process_group: Any, among: list[Any]) -> int:
-    return next((i for i, known in enumerate(among) if known is process_group), 0)
-
-
-def _description(process_group: Any) -> str:
-    return process_group.group_desc or "undefined"
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    return f"ranks {executable_fingerprint(repr(ranks))}"
 
 
 def _layout(ranks: tuple[int, ...]) -> str:
@@ -687,10 +626,14 @@ def _layout(ranks: tuple[int, ...]) -> str:
             and all(starts[i] == starts[i - i % size] + i % size * stride for i in range(len(starts)))
         )
         if not is_regular:
-            return f"ranks {_digest(repr(ranks))}"
+            return _ranks_text(ranks)
         dimensions.append(f"{size} by {stride} from {first // stride % size}")
         starts, extent = starts[::size], stride * size
     return ", ".join(dimensions)
+
+
+def _description(process_group: Any) -> str:
+    return process_group.group_desc or "undefined"
 
 
 class _Shared:
@@ -716,9 +659,25 @@ class _Shared:
         return known
 
     def group(self, group: _Group) -> str:
-        key = (group.ranks, id(group.process_group))
-        if key not in self.groups:
-            self.groups[key] = _group_text(group, self.naming)
+        """A group by its ranks, and its number among this rank's groups of the same ranks; or by its role."""
+        ranks, process_group = group.ranks, group.process_group
+        key = (ranks, id(process_group))
+        if key in self.groups:
+            return self.groups[key]
+        text = _ranks_text(ranks) if self.naming == "exact" else _layout(ranks)
+        if process_group is not None:
+            world = _torch().distributed.distributed_c10d._world
+            # This rank's groups of that size, in order of creation.
+            alike = [known for known in world.pg_names if len(world.pg_group_ranks.get(known, ())) == len(ranks)]
+            if self.naming == "role":
+                description = _description(process_group)
+                alike = [known for known in alike if _description(known) == description]
+                text = f"{description!r} of {len(ranks)}, {text}"
+                if description != "undefined" and len(alike) == 1:
+                    text = f"{description!r} of {len(ranks)}, only one"
+            twins = [known for known in alike if _group_of_object(known).ranks == ranks]
+            text += f" #{next((i for i, known in enumerate(twins) if known is process_group), 0)}"
+        self.groups[key] = f"group({text})"
         return self.groups[key]
 
     def symbolic(self, value: Any) -> str:
@@ -753,34 +712,32 @@ class _GraphWalk:
         self._shared = shared
         self._graph_module = graph_module
         self._torch = _torch()
+        self._nodes: list[CanonicalNode] = []
         self._positions: dict[Any, int] = {}
-        self._marks: list[str] = []
-        self._targets: list[str] = []
         self._inputs: list[int] = []
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
         self._effectful_bodies: set[int] = set()
 
     def nodes(self) -> list[CanonicalNode]:
-        nodes = []
         for position, node in enumerate(self._graph_module.graph.nodes):
             try:
-                nodes.append(self._node(node, position))
+                self._nodes.append(self._node(node, position))
             except HandshakeConfigError:
                 raise
             except Exception as error:
                 reason = f"{error}" or type(error).__name__
                 message = f"node {node.name} ({node.target}) can't be hashed{_where(node)}: {reason}"
                 raise _UnhashableError(message) from error
-        return nodes
+            self._positions[node] = position
+        return self._nodes
 
     def _node(self, node: Any, position: int) -> CanonicalNode:
-        op = node.op
+        op, target, same = node.op, "", ""
         self._inputs = []
         group = call = None
-        target = same = ""
         replaced: dict[Any, str] = {}
-        if op == "get_attr":
+        if op in ("get_attr", "call_module"):
             attribute = _attribute(self._graph_module, node.target)
             target, same = self._attribute_text(attribute)
             if isinstance(attribute, self._torch.fx.GraphModule) and self._shared.body(attribute)[1]:
@@ -789,13 +746,12 @@ class _GraphWalk:
             target = self._callable(node.target)
             call = _collective_call(node)
             if call is not None:
-                group, replaced = self._collective(node, call)
+                group = _resolve(node, call)
+                replaced = self._group_arguments(call, group)
             elif target == "higher_order.invoke_subgraph":
                 replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
             elif target.startswith("higher_order.triton_kernel"):
                 raise _UnhashableError("a Triton kernel is named by its number in this process")
-        elif op == "call_module":
-            target = self._module_text(_attribute(self._graph_module, node.target))
         elif op != "placeholder":
             target = str(node.target)
         arguments = []
@@ -812,35 +768,20 @@ class _GraphWalk:
         equality = hashlib.blake2b(encoded, digest_size=16)
         equality.update(f"{inputs}{same}".encode())
         alignment = hashlib.blake2b(encoded, digest_size=8)
-        alignment.update("\0".join([self._targets[i] for i in inputs]).encode("utf-8", "surrogatepass"))
-        self._positions[node] = position
-        self._marks.append(f"%({target})" if op == "get_attr" else "%")
-        self._targets.append(target or op)
-        has_effect = call is not None or self._has_effect(node, inputs)
+        alignment.update("\0".join([self._nodes[i].target for i in inputs]).encode("utf-8", "surrogatepass"))
+        has_effect = call is not None or not self._effectful_bodies.isdisjoint((position, *inputs)) or _has_effect(node)
+        members = None if group is None else group.members
         return CanonicalNode(
-            node.name, op, target or op, equality.digest(), alignment.digest(), inputs, group, has_effect
+            node.name, op, target or op, equality.digest(), alignment.digest(), inputs, members, has_effect
         )
 
-    def _collective(self, node: Any, call: _CollectiveCall) -> tuple[ProcessGroupId, dict[Any, str]]:
-        """The group of a collective, and the texts of the arguments that name it or a peer in it."""
-        group = _group_of(node, call)
+    def _group_arguments(self, call: _CollectiveCall, group: _Group) -> dict[Any, str]:
+        """The texts of the arguments that name a collective's group, or a peer in it, by their places and names."""
         texts = {call.group_argument: self._shared.group(group)}
-        identity = group.id
-        if call.peer_argument is not None:
-            own = _own_rank(node)
-            peers = _peers(node, call, group)
-            identity = ProcessGroupId(sorted({own, *peers}))
-            if self._shared.naming == "role":
-                places = {rank: place for place, rank in enumerate(group.ranks)}
-                steps = [(places[peer] - places[own]) % len(group.ranks) for peer in peers]
-                texts[call.peer_argument] = f"peers {steps} ahead"
-        replaced: dict[Any, str] = {}
-        for index, name in enumerate(call.arguments, call.offset):
-            if name in texts:
-                replaced[name] = replaced[index] = texts[name]
-        return identity, replaced
-
-    # Arguments.
+        if call.peer_argument is not None and self._shared.naming == "role":
+            texts[call.peer_argument] = f"peers {group.steps} ahead"
+        places = {name: index for index, name in enumerate(call.arguments, call.offset)}
+        return texts | {places[name]: text for name, text in texts.items()}
 
     def value(self, value: Any) -> str:
         return ",".join([f"{path}:{self._leaf(leaf)}" for path, leaf in _leaves(value, "", self.value)])
@@ -850,8 +791,10 @@ class _GraphWalk:
         if kind is torch.fx.Node:
             position = self._positions[value]
             self._inputs.append(position)
-            return self._marks[position]
-        if kind in _PLAIN_CLASSES or isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return f"%({self._nodes[position].target})" if value.op == "get_attr" else "%"
+        if kind in _PLAIN_CLASSES or isinstance(
+            value, (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
+        ):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._shared.symbolic(value)
@@ -885,10 +828,8 @@ class _GraphWalk:
         distributed = torch.distributed
         if isinstance(value, torch.Tensor):
             return self._tensor_value(value)
-        if isinstance(value, torch.nn.Module):
-            return self._module_text(value)
-        if isinstance(value, (torch.finfo, torch.iinfo)):
-            return str(value.dtype)
+        if isinstance(value, torch.fx.GraphModule):
+            return self._shared.body(value)[0]
         if isinstance(value, types.CodeType):
             parts = [value.co_code, value.co_exceptiontable, value.co_names, value.co_varnames, value.co_freevars]
             return self.value([*parts, value.co_flags, value.co_consts])
@@ -917,20 +858,17 @@ class _GraphWalk:
             content = ",".join(self._shared.group(_group_of_object(mesh.get_group(dim))) for dim in range(mesh.ndim))
         else:
             with unset_fake_temporarily():
-                content = _digest(repr(mesh.mesh.tolist()))
+                content = executable_fingerprint(repr(mesh.mesh.tolist()))
         return f"{mesh.device_type} {mesh.mesh_dim_names!r} {content}"
 
     def _callable(self, target: Any) -> str:
         ops = self._torch._ops
-        if isinstance(target, ops.OpOverload):
-            return str(target)
-        if isinstance(target, ops.OpOverloadPacket):
-            return str(target._qualified_op_name).replace("::", ".")
+        if isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
+            return str(target)  # aten.add.Tensor, aten.add
         if isinstance(target, ops.HigherOrderOperator):
             return f"{target.namespace}.{target._name}"
         name = getattr(target, "__qualname__", "<")
-        is_local = "<" in name
-        if isinstance(target, (type, types.FunctionType)) and not is_local:
+        if isinstance(target, (type, types.FunctionType)) and "<" not in name:
             return f"{target.__module__}.{name}"
         if isinstance(target, types.FunctionType):
             cells = [cell.cell_contents for cell in target.__closure__ or ()]
@@ -948,8 +886,6 @@ class _GraphWalk:
             return f"{_class_name(target.__objclass__)}.{target.__name__}"
         raise _UnhashableError(f"{_class_name(type(target))} has no name that is the same on every rank")
 
-    # Attributes of the graph module.
-
     def _attribute_text(self, value: Any) -> tuple[str, str]:
         """The text of an attribute, and of a tensor the number of the first attribute that is the same object."""
         same = ""
@@ -959,32 +895,13 @@ class _GraphWalk:
             return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}", same
         return self.value(value), same
 
-    def _module_text(self, module: Any) -> str:
-        """A graph by its digest; one of torch's modules by class, settings, its parameters' metadata, its buffers."""
-        if isinstance(module, self._torch.fx.GraphModule):
-            return f"graph {self._shared.body(module)[0]}"
-        if _opaque_classes(module):
-            kind = _class_name(type(module))
-            raise _UnhashableError(f"it calls a module of class {kind}, whose program is not in the graph")
-        texts = []
-        for name, part in module.named_modules():
-            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-                raise _UnhashableError(f"it calls a module of class {_class_name(type(part))} that has hooks")
-            settings = {key: value for key, value in vars(part).items() if not key.startswith("_")}
-            state = {key: self._metadata(value, None) for key, value in part.named_parameters(recurse=False)}
-            buffers = dict(part.named_buffers(recurse=False))
-            texts.append(f"{name} {_class_name(type(part))}({self.value([settings, state, buffers])})")
-        return ",".join(texts)
-
     def _tensor_value(self, tensor: Any) -> str:
         """A tensor constant: its metadata and the digest of its elements."""
         text = f"{self._metadata(tensor, None)} requires_grad={tensor.requires_grad}"
         if self._torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             return f"{text} {self.value(context)} {self.value({name: getattr(tensor, name) for name in names})}"
-        return f"{text} {_elements_digest(tensor)}"
-
-    # Metadata.
+        return f"{text} {_elements(tensor)[1]}"
 
     def _metadata(self, value: Any, source: int | None) -> str:
         """What is known of a node's result. `source` is the position of a placeholder or get_attr, else None."""
@@ -1029,26 +946,12 @@ class _GraphWalk:
     def _written_back(self, descriptors: Any) -> str:
         """Which outputs are new values of which inputs: AOTAutograd writes those back after the graph has run."""
         texts = []
-        for index, descriptor in enumerate(descriptors or ()):
-            descriptor = _of_whole_tensor(descriptor)
+        for descriptor in map(_of_whole_tensor, descriptors or ()):
             kind = type(descriptor).__name__
-            if kind == "InputMutationAOTOutput":
-                texts.append(f"{index} to {self._descriptors.get(descriptor.mutated_input)}")
-            elif kind == "MetadataMutationAOTOutput":
-                texts.append(f"{index} sets metadata of {descriptor.idx}")
+            mutated = getattr(descriptor, "mutated_input", None)
+            is_kept = mutated is not None or kind == "MetadataMutationAOTOutput"
+            texts.append(f"{kind} {self._descriptors.get(mutated, descriptor)}" if is_kept else "")
         return ",".join(texts)
-
-    def _has_effect(self, node: Any, inputs: tuple[int, ...]) -> bool:
-        if not self._effectful_bodies.isdisjoint(inputs):
-            return True
-        if node.op == "call_function":
-            return _function_has_effect(node)
-        if node.op == "call_method":
-            return _is_in_place(node.target) or _is_random(node.target)
-        if node.op == "call_module":
-            called = _attribute(self._graph_module, node.target)
-            return not isinstance(called, self._torch.fx.GraphModule) or self._shared.body(called)[1]
-        return False
 
 
 def _of_whole_tensor(descriptor: Any) -> Any:
@@ -1058,50 +961,49 @@ def _of_whole_tensor(descriptor: Any) -> Any:
     return descriptor
 
 
-def _elements(tensor: Any) -> Any:
-    """A tensor's elements, whatever its strides: on the CPU, in row-major order.
+def _elements(tensor: Any) -> tuple[Any, str]:
+    """A tensor's elements in row-major order, whatever its strides, as a tensor on the CPU; and their digest.
 
     Raises:
-        _UnhashableError: they can't be read, or don't say all (a scale is beside them).
+        _UnhashableError: they can't be read, or don't say all (those of a quantised tensor have a scale beside them).
     """
+    import ctypes
+
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-    torch = _torch()
     with unset_fake_temporarily():
         if isinstance(tensor, FakeTensor):
             tensor = tensor.constant
         if tensor is None or tensor.device.type == "meta":
             raise _UnhashableError("the value of a tensor constant can't be read: it is a fake tensor, or on meta")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not _torch().strided or tensor.is_quantized:
             raise _UnhashableError(f"a tensor constant of layout {tensor.layout}, dtype {tensor.dtype} can't be read")
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if plain.numel() and not plain.data_ptr():
+        size = plain.numel() * plain.element_size()
+        if size and not plain.data_ptr():
             raise _UnhashableError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
-        return plain
+        elements = (ctypes.c_char * size).from_address(plain.data_ptr()) if size else b""
+        return plain, hashlib.blake2b(elements, digest_size=16).hexdigest()
 
 
-def _elements_digest(tensor: Any) -> str:
-    import ctypes
-
-    plain = _elements(tensor)
-    count = plain.numel() * plain.element_size()
-    elements = (ctypes.c_char * count).from_address(plain.data_ptr()) if count else b""
-    return hashlib.blake2b(elements, digest_size=16).hexdigest()
-
-
-def _function_has_effect(node: Any) -> bool:
+def _has_effect(node: Any) -> bool:
+    """Whether a node that is not a collective, and calls no body with an effect, has one."""
     torch = _torch()
     target = node.target
+    if node.op == "call_method":
+        return _is_in_place(target) or _is_random(target)
+    if node.op != "call_function":
+        return False
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         overload = _any_overload(target)
         is_random = torch.Tag.nondeterministic_seeded in overload.tags
         return overload._schema.is_mutable or overload._schema.name.endswith("::wait_tensor") or is_random
-    if target in _IN_PLACE_OPERATORS or "out" in node.kwargs or node.kwargs.get("inplace") is True:
+    if "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
     name = getattr(target, "__name__", "")
     module = getattr(target, "__module__", None) or ""
-    if module in ("_operator", "builtins", "math"):
-        return False
+    if module in ("_operator", "builtins", "math"):  # of these, setitem, delitem and iadd, imul, … change something
+        return name in ("setitem", "delitem") or (name[:1] == "i" and hasattr(operator, f"__{name[1:]}__"))
     if module == "torch.nn.functional" and any(argument is True for argument in node.args):
         return True  # `inplace`, perhaps
     # What Dynamo records no value for switches a state (grad mode, autocast, …).
@@ -1134,8 +1036,8 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dic
             **_call_record(node, positions),
             **_group_record(node, groups),
             "mutated_by": mutations.get(node),
-            "source": source and (source.file, source.line, source.function, source.code),
-            "user_source": user_source and (user_source.file, user_source.line, user_source.function, user_source.code),
+            "source": source,
+            "user_source": user_source,
         }
         if node.op == "get_attr":
             record["constant"] = _constant_text(_attribute(graph_module, node.target))
@@ -1155,22 +1057,21 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
             if path.endswith(("[]", "()", "{}")):
                 arguments.append((path[:-2], path[-2:], None))
             else:
-                arguments.append((path, _leaf_text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
+                arguments.append((path, _text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
     texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
+    called = f"({', '.join(texts)})"
     if op == "call_function":
-        target = _target_text(node.target)
-        text = f"{target}({', '.join(texts)})"
+        target = _text(node.target)
+        text = target + called
     elif op == "call_method":
         target = f".{target}"
         text = f"{texts[0]}{target}({', '.join(texts[1:])})"
     elif op == "call_module":
         target = f"self.{target}"
-        text = f"{target}({', '.join(texts)})"
-    elif op == "get_attr":
-        text = f"self.{target}"
+        text = target + called
     else:
-        target = op if op == "output" else ""
-        text = ", ".join(texts)
+        text = f"self.{target}" if op == "get_attr" else ", ".join(texts)
+        target = {"get_attr": target, "output": op}.get(op, "")
     form = _form(_result(node))
     name = f"{node.name}: {form['dtype']}[{', '.join(form['shape'])}]" if form else node.name
     line = f"return {text}" if op == "output" else f"{name} = {text}" if text else name
@@ -1179,31 +1080,22 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """An object as people read it, without the address that differs in each process."""
+    """An argument or what is called as people read it, without what differs in each process."""
+    torch = _torch()
     try:
+        if isinstance(value, torch.Tensor):
+            return _constant_text(value) or "parameter"
+        if isinstance(value, torch.device):
+            return f"device(type={value.type!r})"
+        if isinstance(value, str):
+            return repr(_device_type(value) or value)
+        if getattr(value, "__module__", None) == "_operator":
+            return f"operator.{value.__name__.rstrip('_')}"
+        if callable(value):
+            return str(torch.fx.node._get_qualified_name(value))
         return _ADDRESS.sub("0x0", repr(value))
     except Exception:  # a report must not fail because of it
         return _class_name(type(value))
-
-
-def _leaf_text(value: Any) -> str:
-    torch = _torch()
-    if isinstance(value, torch.Tensor):
-        return _constant_text(value) or "parameter"
-    if isinstance(value, torch.device):
-        return f"device(type={value.type!r})"
-    if isinstance(value, str):
-        return repr(_device_type(value) or value)
-    return _target_text(value) if callable(value) else _text(value)
-
-
-def _target_text(target: Any) -> str:
-    if getattr(target, "__module__", None) == "_operator":
-        return f"operator.{target.__name__.rstrip('_')}"
-    try:
-        return str(_torch().fx.node._get_qualified_name(target))
-    except Exception:  # it has no name
-        return _text(target)
 
 
 def _form(value: Any) -> dict[str, Any]:
@@ -1214,25 +1106,24 @@ def _form(value: Any) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         return {}
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
-    note = [] if is_plain else [type(value).__name__, "".join(map(str, getattr(value, "placements", ())))]
+    placements = "".join(map(str, getattr(value, "placements", ())))
     return {
         "dtype": torch.utils._dtype_abbrs.dtype_abbrs.get(value.dtype, str(value.dtype)),
         "shape": list(map(str, value.shape)),
         "stride": list(map(str, value.stride())) if value.layout is torch.strided else None,
         "device": value.device.type,
-        "note": " ".join(note).strip(),
+        "note": "" if is_plain else f"{type(value).__name__} {placements}".strip(),
     }
 
 
 def _group_record(node: Any, groups: dict[str, _Group]) -> dict[str, Any]:
     """Whether a node is a collective, and its group's name. A report must not fail where the graph did."""
-    call = name = None
+    call = _collective_call(node)
+    if call is None:
+        return {}
+    name = call.arguments.get(call.group_argument)
     try:
-        call = _collective_call(node)
-        if call is None:
-            return {}
-        name = call.arguments[call.group_argument]
-        group = _group_of(node, call)
+        group = _resolve(node, call)
         name = getattr(group.process_group, "group_name", None)
         if name is not None:
             groups[name] = group
@@ -1247,9 +1138,10 @@ def _constant_text(tensor: Any) -> str | None:
         return None
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     try:
-        first = _elements(tensor).flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
-        more = ", …" if tensor.numel() > MAX_CONSTANT_VALUES_SHOWN else ""
-        return f"{text} blake2b:{_elements_digest(tensor)} [{', '.join(map(repr, first))}{more}]"
+        elements, digest = _elements(tensor)
+        first = elements.flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
+        more = ", …" if elements.numel() > MAX_CONSTANT_VALUES_SHOWN else ""
+        return f"{text} blake2b:{digest} [{', '.join(map(repr, first))}{more}]"
     except Exception:  # its elements can't be read: what is known is said
         return text
 
@@ -1277,8 +1169,8 @@ def _mutations(graph_module: Any) -> dict[Any, str]:
     return mutations
 
 
-def _runs(ranks: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Ranks as runs (first, count, step), in their order."""
+def _runs(ranks: list[int]) -> list[tuple[int, int, int]]:
+    """Ascending ranks as runs (first, count, step)."""
     runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         first, count, step = runs[-1] if runs else (0, 0, 0)
@@ -1297,7 +1189,6 @@ def _fact_lines(body: dict[str, Any], path: str = "") -> Iterator[str]:
         if "mutated_by" in node:
             yield f"mutated {path}{node['name']} = {node['mutated_by']}"
         if "user_source" in node and node["user_source"] != node["source"]:
-            file, line, _, code = node["user_source"]
-            yield f"source {path}{node['name']} = {SourceLine(file, line, code)}"
+            yield f"source {path}{node['name']} = {node['user_source']}"
     for name, nested in body["bodies"].items():
         yield from _fact_lines(nested, f"{path}{name}.")
