@@ -13,7 +13,7 @@ producers are matched. Nodes left over are missing or added; those that stand ne
 another are one difference. Nodes left over on both sides that are the same have moved.
 
 **Graph breaks.** Where the operations of the shorter graph are those that the longer one begins or ends with, they are
-matched one to one, and the rest is one difference: an alignment would be free to match the end with the end.
+matched one to one: an alignment would be free to match the end with the end. What is left over is one difference.
 
 **Order of collectives.** Where both graphs issue the same collectives in another order, each is matched with its like,
 whatever it reads, and the order is one difference.
@@ -217,14 +217,14 @@ def _read_body(fields: Any, levels_left: int) -> Body:
 
 
 def _read_node(fields: Any, position: int) -> Node:
-    values = {name: fields[name] for name in Node._fields if fields.get(name)}
+    values = {"target": "", **{name: fields[name] for name in Node._fields if fields.get(name)}}
     for name in ("name", "op", "target", "line", "dtype", "device", "note", "group", "constant", "mutated_by"):
         _checked(str, values.get(name, ""))
     if values["op"] not in ("placeholder", "get_attr", "call", "output"):
         raise ValueError(f"{values['op']!r} is not a kind of node")
     for name in ("shape", "stride"):
-        if name in values or values.get("dtype", "Sym") != "Sym":  # a scalar's sizes are left out
-            values[name] = tuple(_checked(str, size) for size in values.get(name, ()))
+        if fields.get(name) is not None:  # a scalar's shape is empty
+            values[name] = tuple(_checked(str, size) for size in fields[name])
     arguments = []
     for path, text, producer in values.get("arguments", ()):
         if producer is not None and not 0 <= _checked(int, producer) < position:
@@ -259,7 +259,8 @@ class Difference:
         nodes: of nodes missing or added: the run of them, the first MAX_RUN_NODES.
         at_end: the run reaches the end (or the start) of the graph, as after a graph break.
         follows: differences that are consequences of this one, most of any variant.
-        values: after merging, the other side by variant's index, where it differs.
+        odd: after merging, the indices of the variants in which it differs.
+        values: after merging, the side of every variant by its index; NOT_THERE where it doesn't have the node.
         alike: after merging, positions of further nodes that differ in the same way in the same variants.
         formula: for a constant that is affine in the rank.
     """
@@ -273,6 +274,7 @@ class Difference:
     nodes: list[Node] = dataclasses.field(default_factory=list)
     at_end: bool = False
     follows: int = 0
+    odd: list[int] = dataclasses.field(default_factory=list)
     values: dict[int, str] = dataclasses.field(default_factory=dict)
     alike: list[int] = dataclasses.field(default_factory=list)
     formula: str = ""
@@ -312,11 +314,18 @@ class BodyComparison(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One variant against the reference: what differs, how its bodies lie, and how many differences are past the
-    bound."""
+    """One variant against the reference.
+
+    Attributes:
+        differences: what differs, in the order of the reference.
+        bodies: how its bodies lie against the reference's.
+        lacks: by body, the positions of the reference's nodes that it doesn't have.
+        dropped: how many differences are past the bound.
+    """
 
     differences: list[Difference]
     bodies: list[BodyComparison]
+    lacks: dict[str, frozenset[int]]
     dropped: int
 
 
@@ -390,12 +399,42 @@ def nested_body(node: Node, body: Body) -> Body | None:
     return body
 
 
-def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
+def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys) -> list[tuple[int, int]]:
+    """The pairs of positions that match, ascending in both; inputs come first and are aligned by themselves."""
+    bodies, keys = (a, b), (a_keys, b_keys)
+    starts = [next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in bodies]
+    calls = [each.weak[start:-1] for each, start in zip(keys, starts, strict=True)]
+    counts = [len(each) for each in calls]
+    if 0 < min(counts) < max(counts) and a_keys.weak[-1] == b_keys.weak[-1] == "output":
+        for first in ((0, 0), (counts[0] - min(counts), counts[1] - min(counts))):
+            parts = [each[k : k + min(counts)] for each, k in zip(calls, first, strict=True)]
+            if parts[0] == parts[1]:
+                return _align_part(a, b, starts[0] + first[0], starts[1] + first[1], min(counts))
+    pairs = _align(a_keys, 0, starts[0], b_keys, 0, starts[1])
+    return pairs + _align(a_keys, starts[0], len(a.nodes), b_keys, starts[1], len(b.nodes))
+
+
+def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tuple[int, int]]:
     """By all that the nodes are, and in the gaps by operation."""
-    pairs = align(a.strict, b.strict)
-    for i, i_end, j, j_end in list(gaps(pairs, len(a.strict), len(b.strict))):
-        pairs += [(i + k, j + m) for k, m in align(a.weak[i:i_end], b.weak[j:j_end])]
+    pairs = [(i + k, j + m) for k, m in align(a.strict[i:i_end], b.strict[j:j_end])]
+    for k, k_end, m, m_end in list(gaps([(x - i, y - j) for x, y in pairs], i_end - i, j_end - j)):
+        pairs += [(i + k + x, j + m + y) for x, y in align(a.weak[i + k : i + k_end], b.weak[j + m : j + m_end])]
     return sorted(pairs)
+
+
+def _align_part(a: Body, b: Body, i: int, j: int, count: int) -> list[tuple[int, int]]:
+    """`count` operations from i and j on, which are all that one side has, one to one; and the inputs they read."""
+    matched = {i + k: j + k for k in range(count)} | {len(a.nodes) - 1: len(b.nodes) - 1}
+    for x, y in list(matched.items()):
+        for left, right in zip(a.nodes[x].arguments, b.nodes[y].arguments, strict=False):
+            p, q = left.producer, right.producer
+            if p is not None and q is not None and a.nodes[p].op == b.nodes[q].op == "placeholder":
+                matched.setdefault(p, q)
+    ascending: list[tuple[int, int]] = []  # inputs in another order are left out
+    for x, y in sorted(matched.items()):
+        if not ascending or y > ascending[-1][1]:
+            ascending.append((x, y))
+    return ascending
 
 
 def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> Iterator[tuple[int, int, int, int]]:
@@ -451,53 +490,6 @@ def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
     return None
 
 
-class _Part(NamedTuple):
-    """A graph whose operations are those that another, the longer one, begins or ends with, as after a graph break.
-
-    Attributes:
-        matched: (position in the longer, in the shorter) of the nodes that are in both, ascending in both.
-        rest: positions of the operations that only the longer one has.
-        edge: (position in the longer, in the shorter) of the operation next to the rest.
-        is_start: whether the shorter one is the beginning.
-    """
-
-    matched: list[tuple[int, int]]
-    rest: list[int]
-    edge: tuple[int, int]
-    is_start: bool
-
-
-def _part(longer: Body, shorter: Body) -> _Part | None:
-    """How `shorter` is a part of `longer`. Only the operations must be the same; the rest is compared later."""
-    bodies = (longer, shorter)
-    if not all(body.nodes[-1].op == "output" for body in bodies):  # one that was cut off
-        return None
-    calls, own_calls = (
-        [k for k, node in enumerate(body.nodes) if node.op not in ("placeholder", "output")] for body in bodies
-    )
-    count, more = len(own_calls), len(calls) - len(own_calls)
-    targets, own_targets = (
-        [body.nodes[k].target for k in of_body] for body, of_body in zip(bodies, (calls, own_calls), strict=True)
-    )
-    is_start = targets[:count] == own_targets
-    # One node more at the start is no graph of its own.
-    if count < 1 or more < 1 or not (is_start or (more > 1 and targets[more:] == own_targets)):
-        return None
-    inside = calls[:count] if is_start else calls[more:]
-    matched = {len(longer.nodes) - 1: len(shorter.nodes) - 1, **dict(zip(inside, own_calls, strict=True))}
-    for i, j in list(matched.items()):  # the inputs that they read
-        for left, right in zip(longer.nodes[i].arguments, shorter.nodes[j].arguments, strict=False):
-            p, q = left.producer, right.producer
-            if p is not None and q is not None and longer.nodes[p].op == shorter.nodes[q].op == "placeholder":
-                matched.setdefault(p, q)
-    ascending: list[tuple[int, int]] = []  # inputs in another order are left out
-    for i, j in sorted(matched.items()):
-        if not ascending or j > ascending[-1][1]:
-            ascending.append((i, j))
-    rest, edge = (calls[count:], -1) if is_start else (calls[:more], 0)
-    return _Part(ascending, rest, (inside[edge], own_calls[edge]), is_start)
-
-
 # --- Comparing two graphs ---------------------------------------------------------------------------------------------
 
 
@@ -510,7 +502,11 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
         cache: the reference's keys, for comparing it with many variants; whoever holds it must hold the reference.
     """
     comparer = _Comparer(reference, other, cache)
-    return Comparison(comparer.differences, comparer.bodies, comparer.dropped)
+    lacks = {
+        body.path: frozenset(i for i in range(len(body.reference.nodes)) if i not in body.to_other)
+        for body in comparer.bodies
+    }
+    return Comparison(comparer.differences, comparer.bodies, lacks, comparer.dropped)
 
 
 class _Comparer:
@@ -544,34 +540,26 @@ class _Comparer:
                 Keys(*([issued.get(k, key) for k, key in enumerate(by)] for by in keys))
                 for keys, issued in zip((a_keys, b_keys), order, strict=True)
             )
-        part = None if path or order is not None else _part(a, b) or _part(b, a)
-        if part is None:
-            pairs = _align_bodies(a_keys, b_keys)
-        else:
-            pairs = part.matched if len(a.nodes) > len(b.nodes) else [(i, j) for j, i in part.matched]
-        to_other, moved = dict(pairs), {}
+        pairs = _align_bodies(a, b, a_keys, b_keys)
+        to_other = dict(pairs)
         to_reference = {j: i for i, j in pairs}
-        if part is None:
-            left_over: dict[Any, list[int]] = {}
-            for j in reversed([j for j in range(len(b.nodes)) if j not in to_reference]):
-                left_over.setdefault(b_keys.strict[j], []).append(j)
-            for i in [i for i in range(len(a.nodes)) if i not in to_other]:
-                if left_over.get(a_keys.strict[i]):
-                    moved[i] = left_over[a_keys.strict[i]].pop()
-            to_other.update(moved)
-            to_reference.update((j, i) for i, j in moved.items())
+        # Nodes left over on both sides that are the same stand at another place.
+        left_over: dict[Any, list[int]] = {}
+        for j in reversed([j for j in range(len(b.nodes)) if j not in to_reference]):
+            left_over.setdefault(b_keys.strict[j], []).append(j)
+        others = [(i, left_over.get(a_keys.strict[i])) for i in range(len(a.nodes)) if i not in to_other]
+        moved = {i: js.pop() for i, js in others if js}
+        to_other.update(moved)
+        to_reference.update((j, i) for i, j in moved.items())
         comparison = BodyComparison(path, a, b, pairs, to_other, to_reference, set())
         self.bodies.append(comparison)
         first = len(self.differences)
-        if part is not None:
-            self._add_break(comparison, part)
+        if order is not None:
+            self._add_order(comparison, order, moved)
         else:
-            if order is not None:
-                self._add_order(comparison, order, moved)
-            else:
-                self._add_moved(comparison, moved)
-            self._compare_left_over(comparison)
-        self._compare_nodes(comparison, is_order_told=order is not None, is_whole=part is None)
+            self._add_moved(comparison, moved)
+        is_broken = self._compare_left_over(comparison)
+        self._compare_nodes(comparison, order is not None, is_broken)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
 
     def _add(self, difference: Difference) -> None:
@@ -581,19 +569,33 @@ class _Comparer:
         else:
             self.dropped += 1
 
-    def _add_break(self, comparison: BodyComparison, part: _Part) -> None:
+    def _find_break(self, comparison: BodyComparison, missing: list[int], added: list[int]) -> bool:
+        """Whether one graph ends, or begins, where the other goes on, as after a graph break. Adds the difference."""
+        is_reference = bool(missing)
         bodies = [comparison.reference, comparison.other]
-        is_reference = len(bodies[0].nodes) > len(bodies[1].nodes)
-        longer, shorter = bodies if is_reference else reversed(bodies)
-        rest = [longer.nodes[k] for k in part.rest]
-        first = next((node.user_source for node in rest if node.user_source is not None), None)
-        size = f"{_describe_nodes(rest)}{f', from {first.place}: {first.code}' if first is not None else ''}"
-        sides = [f"goes on with {size}", "ends here"] if part.is_start else [f"has {size}, before it", "begins here"]
-        position = part.edge[0 if is_reference else 1]
-        node = shorter.nodes[part.edge[1]]._replace(name=comparison.reference.nodes[position].name)
-        what = "where one graph ends" if part.is_start else "where one graph begins"
-        self._add(Difference("graph break", "", position, node, what, sides if is_reference else sides[::-1], rest))
-        comparison.changed.update(part.rest if is_reference else ())
+        longer, shorter = bodies if is_reference else bodies[::-1]
+        run = missing or added
+        last = len(longer.nodes) - 2
+        if comparison.path or not run or (missing and added) or run[-1] - run[0] + 1 > len(run):
+            return False
+        if not all(body.nodes[-1].op == "output" for body in bodies):  # one that was cut off
+            return False
+        is_start = run[-1] == last and longer.nodes[run[0] - 1].op != "placeholder"
+        is_end = len(run) > 1 and longer.nodes[run[0] - 1].op == "placeholder" and run[-1] < last
+        if run[0] == 0 or not (is_start or is_end):  # one node more at the start is not a graph of its own
+            return False
+        nodes = [longer.nodes[k] for k in run]
+        first = next((node.user_source for node in nodes if node.user_source is not None), None)
+        size = f"{_describe_nodes(nodes)}{f', from {first.place}: {first.code}' if first is not None else ''}"
+        sides = [f"goes on with {size}", "ends here"] if is_start else [f"has {size}, before it", "begins here"]
+        edge = run[0] - 1 if is_start else run[-1] + 1
+        position = edge if is_reference else comparison.to_reference.get(edge, 0)
+        node = comparison.reference.nodes[position]
+        if is_reference:  # where the shorter one ends or begins, in the words of its rank
+            node = shorter.nodes[comparison.to_other.get(position, 0)]._replace(name=node.name)
+        what = "where one graph ends" if is_start else "where one graph begins"
+        self._add(Difference("graph break", "", position, node, what, sides if is_reference else sides[::-1], nodes))
+        return True
 
     def _add_order(self, comparison: BodyComparison, order: _Order, moved: Mapping[int, int]) -> None:
         """The same collectives in another order."""
@@ -635,8 +637,8 @@ class _Comparer:
             self._add(Difference(kind, comparison.path, i, nodes[0], "place in the order", sides, nodes))
         comparison.changed.update(moved)
 
-    def _compare_left_over(self, comparison: BodyComparison) -> None:
-        """Missing and added nodes."""
+    def _compare_left_over(self, comparison: BodyComparison) -> bool:
+        """Missing and added nodes; whether they are what lies beyond a graph break."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
         missing = [i for i in range(len(a.nodes)) if i not in comparison.to_other]
@@ -644,14 +646,18 @@ class _Comparer:
         comparison.changed.update(missing)
         inputs = [i for i in missing if a.nodes[i].op == "placeholder"]
         other_inputs = [j for j in added if b.nodes[j].op == "placeholder"]
+        missing = [i for i in missing if a.nodes[i].op != "placeholder"]
+        added = [j for j in added if b.nodes[j].op != "placeholder"]
+        if self._find_break(comparison, missing, added):
+            return True  # with it come other inputs
         if inputs or other_inputs:
             body, only = (a, inputs) if inputs else (b, other_inputs)
             node = body.nodes[only[0]]._replace(user_source=_first_uses(body).get(only[0]))
             position = inputs[0] if inputs else places[other_inputs[0]]
             sides = [_describe_inputs(a, inputs), _describe_inputs(b, other_inputs)]
             self._add(Difference("inputs", path, position, node, "inputs", sides, [body.nodes[k] for k in only]))
-        added_runs = _connected(b, [j for j in added if j not in other_inputs])
-        for run in _connected(a, [i for i in missing if i not in inputs]):
+        added_runs = _connected(b, added)
+        for run in _connected(a, missing):
             nodes = [a.nodes[i] for i in run]
             partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), None)
             if partner is None:
@@ -665,6 +671,7 @@ class _Comparer:
             self._add(Difference(kind, path, run[0], nodes[0], "replaced", sides, nodes))
         for run in added_runs:
             self._add_run("added", path, places[run[0]], b, run)
+        return False
 
     def _add_run(self, what: str, path: str, position: int, body: Body, run: list[int]) -> None:
         """Nodes that only one side has."""
@@ -675,7 +682,7 @@ class _Comparer:
         sides = sides if what == "missing" else sides[::-1]
         self._add(Difference(kind, path, position, nodes[0], what, sides, nodes, at_end))
 
-    def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool, is_whole: bool) -> None:
+    def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool, is_broken: bool) -> None:
         """What differs in nodes that are matched."""
         a, b = comparison.reference, comparison.other
         to_other, to_reference = comparison.to_other, comparison.to_reference
@@ -686,7 +693,7 @@ class _Comparer:
         order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
         for i, j in sorted(to_other.items()):
             x, y = a.nodes[i], b.nodes[j]
-            if is_whole and bool(x.mutated_by) != bool(y.mutated_by):
+            if not is_broken and bool(x.mutated_by) != bool(y.mutated_by):
                 # The line where it is changed is on the side that does.
                 node = x._replace(user_source=uses[0].get(i) if x.mutated_by else uses[1].get(j))
                 sides = [_describe_mutation(each) for each in (x, y)]
@@ -760,10 +767,15 @@ class _Comparer:
         if x.group is None or y.group is None:
             return
         ranks = [_ranks(graph, node.group) for graph, node in zip(self._graphs, (x, y), strict=True)]
-        sides = (f"'{x.group}'", f"'{y.group}'")
+        sides = []
+        for graph, node, of_group in zip(self._graphs, (x, y), ranks, strict=True):
+            whose = "" if graph.rank is None else f" on rank {graph.rank}"  # other ranks may have others by that role
+            sides.append(f"'{node.group}'" + ("" if of_group is None else f" = {format_ranks(of_group)}{whose}"))
         if x.group != y.group:
             argument = _group_argument(x)
-            yield "group", "process group" if argument is None else f"argument {argument.path}", sides
+            what = "process group" if argument is None else f"argument {argument.path}"
+            is_same = None not in ranks and ranks[0] == ranks[1]
+            yield "group", f"name of the group ({what}; same ranks)" if is_same else what, sides
         elif None not in ranks and ranks[0] != ranks[1]:
             yield "group", "ranks of the group", sides
 
@@ -994,10 +1006,11 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
     merged: dict[Any, Difference] = {}
     for variant, comparison in comparisons.items():
         for difference in comparison.differences:
-            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.sides[0])
-            if difference.sides[0] == NOT_THERE:
+            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.reference)
+            if difference.reference == NOT_THERE:
                 key = (*key, tuple(node.target for node in difference.nodes))
             known = merged.setdefault(key, difference)
+            known.odd.append(variant)
             known.values[variant] = difference.sides[1]
             known.follows = max(known.follows, difference.follows)
     first: dict[Any, Difference] = {}
@@ -1006,13 +1019,19 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
         if difference.nodes:
             key = (*key, tuple(node.target for node in difference.nodes), tuple(difference.values))
         else:
-            key = (*key, difference.sides[0], tuple(difference.values.items()))
+            key = (*key, difference.reference, tuple(difference.values.items()))
         if difference.kind in ("order of collectives", "inputs", "outputs"):
             key = (*key, difference.position)
         known = first.setdefault(key, difference)
         if known is not difference:
             known.alike.append(difference.position)
             known.follows += difference.follows
+    for difference in first.values():
+        for variant, comparison in comparisons.items():
+            # A nested body that was not compared is equal.
+            is_lacking = difference.position in comparison.lacks.get(difference.body, ())
+            is_lacking = is_lacking and difference.what not in ("added", "inputs")
+            difference.values.setdefault(variant, NOT_THERE if is_lacking else difference.reference)
     return list(first.values())
 
 
