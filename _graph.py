@@ -138,10 +138,9 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
 
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
-    wherever they are called, as often as they are called: of the branches of a `cond`, the largest count of each
-    group; of a loop, one iteration. (How often a loop runs is not known here. A line needs only that all its members
-    count it alike.) What a called module that is not a graph issues is not counted: a warning names its class, once,
-    unless it is one of torch's own without collectives.
+    as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one iteration
+    (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
+    that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own.
 
     Args:
         graph_module: an FX graph module, AOTAutograd's or Dynamo's.
@@ -223,7 +222,7 @@ def register_collective(qualified_op_name: str, group_argument: str = "group_nam
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
         raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
     _registered_collectives[qualified_op_name] = group_argument
-    _signatures.clear()
+    _signature.cache_clear()
 
 
 def is_collective(node: Any) -> bool:
@@ -310,11 +309,8 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
 class _CollectiveCall(NamedTuple):
     """A collective that a node calls, directly or through a higher-order op that takes the op and its arguments.
 
-    Attributes:
-        arguments: by name, in the order of its schema; defaults where the node gives none.
-        group_argument: the name of the one that holds the group.
-        peer_argument: of a point-to-point op, that of the one that holds the peers; else None.
-        offset: how many of the node's own arguments stand before the collective's.
+    `arguments` are by name, in the order of the schema, with its defaults; before them stand `offset` others of the
+    node's own. Only point-to-point ops have a `peer_argument`.
     """
 
     arguments: dict[str, Any]
@@ -326,12 +322,9 @@ class _CollectiveCall(NamedTuple):
 class _Group(NamedTuple):
     """A resolved group, as one call uses it.
 
-    Attributes:
-        ranks: its members, in the group's own order.
-        process_group: the object, if there is one.
-        lines: the groups on whose collective lines the call counts: this one; of a point-to-point op the pair of this
-            rank and the peer, for each op of a batch.
-        steps: of a point-to-point op, how far ahead of this rank each peer is on the ring of the group.
+    `ranks` are in the group's own order. `lines` are the groups on whose collective lines the call counts: this one; of
+    a point-to-point op the pair of this rank and the peer, for each op of a batch. `steps` say how far ahead of this
+    rank each peer is on the ring of the group.
     """
 
     ranks: tuple[int, ...]
@@ -345,8 +338,6 @@ class _Group(NamedTuple):
 
 
 _registered_collectives: dict[str, str] = {}
-# By op, with its defaults for arguments; ops live as long as the process.
-_signatures: dict[Any, _CollectiveCall | None] = {}
 # By process group. A graph has hundreds of collectives, and a group thousands of ranks.
 _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
@@ -372,16 +363,16 @@ def _collective_call(node: Any) -> _CollectiveCall | None:
         args = args[offset:]
     elif not isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
         return None
-    if target not in _signatures:
-        _signatures[target] = _signature(target)
-    call = _signatures[target]
+    call = _signature(target)
     if call is None:
         return None
     given = dict(zip(call.arguments, args, strict=False)) | node.kwargs
     return call._replace(arguments=call.arguments | given, offset=offset)
 
 
+@functools.cache  # ops live as long as the process
 def _signature(target: Any) -> _CollectiveCall | None:
+    """What the schema of an op says of all its calls; None: it is not a collective."""
     schema = _any_overload(target)._schema
     namespace, _, name = schema.name.partition("::")
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
@@ -403,35 +394,34 @@ def _any_overload(target: Any) -> Any:
 
 
 def _resolve(node: Any, call: _CollectiveCall) -> _Group:
-    """
+    """The group of a collective.
+
     Raises:
-        HandshakeConfigError: the group or a peer can't be resolved; the message names the node and its source line.
+        HandshakeConfigError: it, or a peer in it, can't be resolved; the message names the node and its source line.
     """
     try:
-        group = _resolve_group(call)
+        dist = _torch().distributed
+        name = call.group_argument
+        value = _object(call.arguments.get(name))
+        if name == "ranks" and isinstance(value, (list, tuple)):
+            # Of several groups of that size, this rank's.
+            size = _object(call.arguments["group_size"])
+            start = value.index(dist.get_rank()) // size * size if size < len(value) else 0
+            ranks = tuple(value[start : start + size])
+            group = _Group(ranks, None, (ProcessGroupId(sorted(ranks)),))
+        else:
+            if isinstance(value, str):
+                value = dist.distributed_c10d._resolve_process_group(value)
+            if not isinstance(value, dist.ProcessGroup):
+                kind = _class_name(type(value))
+                raise TypeError(f"its argument {name!r} is {kind}, not a process group or the name of one")
+            group = _group_of_object(value)
         return group if call.peer_argument is None else _with_peers(call, group)
     except Exception as error:
         reason = f"{error}" or type(error).__name__
         raise HandshakeConfigError(
             f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}: {reason}"
         ) from error
-
-
-def _resolve_group(call: _CollectiveCall) -> _Group:
-    dist = _torch().distributed
-    name = call.group_argument
-    value = _object(call.arguments.get(name))
-    if name == "ranks" and isinstance(value, (list, tuple)):
-        size = _object(call.arguments["group_size"])
-        # Of several groups of that size, this rank's.
-        start = value.index(dist.get_rank()) // size * size if size < len(value) else 0
-        ranks = tuple(value[start : start + size])
-        return _Group(ranks, None, (ProcessGroupId(sorted(ranks)),))
-    if isinstance(value, str):
-        value = dist.distributed_c10d._resolve_process_group(value)
-    if not isinstance(value, dist.ProcessGroup):
-        raise TypeError(f"its argument {name!r} is {_class_name(type(value))}, not a process group or the name of one")
-    return _group_of_object(value)
 
 
 def _group_of_object(process_group: Any) -> _Group:
@@ -473,7 +463,7 @@ def _object(value: Any) -> Any:
     if not isinstance(value, torch.fx.Node):
         pass
     elif value.op == "get_attr":
-        value = _attribute(value.graph.owning_module, value.target)
+        value = _attribute(value)
     elif (known := _result(value)) is not None:
         value = known
     elif value.op in ("call_function", "call_method"):
@@ -496,8 +486,9 @@ def _object(value: Any) -> Any:
     return value
 
 
-def _attribute(module: Any, path: str) -> Any:
-    return operator.attrgetter(path)(module)
+def _attribute(node: Any, owner: Any = None) -> Any:
+    """What a get_attr or call_module names."""
+    return operator.attrgetter(node.target)(node.graph.owning_module if owner is None else owner)
 
 
 def _result(node: Any) -> Any:
@@ -515,7 +506,7 @@ def _bodies(node: Any) -> list[Any]:
     """The nested graphs that a run of the node runs, in the order of its arguments."""
     graph_class = _torch().fx.GraphModule
     if node.op == "call_module":
-        called = _attribute(node.graph.owning_module, node.target)
+        called = _attribute(node)
         if isinstance(called, graph_class):
             return [called]
         kinds = {type(part) for part in called.modules()}
@@ -531,8 +522,8 @@ def _bodies(node: Any) -> list[Any]:
         return []
     if node.op not in ("call_function", "call_method"):
         return []
-    attributes = [_attribute(n.graph.owning_module, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-    bodies = [value for value in attributes if isinstance(value, graph_class)]
+    values = [_attribute(argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    bodies = [value for value in values if isinstance(value, graph_class)]
     # Its second body is the backward, which Dynamo's graph holds but does not run.
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
 
@@ -738,7 +729,7 @@ class _GraphWalk:
         group = call = None
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
-            attribute = _attribute(self._graph_module, node.target)
+            attribute = _attribute(node, self._graph_module)
             target, same = self._attribute_text(attribute)
             if isinstance(attribute, self._torch.fx.GraphModule) and self._shared.body(attribute)[1]:
                 self._effectful_bodies.add(position)
@@ -1040,9 +1031,9 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dic
             "user_source": user_source,
         }
         if node.op == "get_attr":
-            record["constant"] = _constant_text(_attribute(graph_module, node.target))
+            record["constant"] = _constant_text(_attribute(node, graph_module))
         positions[node] = len(nodes)
-        nodes.append({key: value for key, value in record.items() if value or (key == "shape" and value == [])})
+        nodes.append({key: value for key, value in record.items() if value})
     children = [(name, child) for name, child in graph_module.named_children() if isinstance(child, graph_class)]
     bodies = {name: _body_record(child, name, groups) for name, child in children}
     return {"name": name, "nodes": nodes, "bodies": bodies}
@@ -1083,8 +1074,6 @@ def _text(value: Any) -> str:
     """An argument or what is called as people read it, without what differs in each process."""
     torch = _torch()
     try:
-        if isinstance(value, torch.Tensor):
-            return _constant_text(value) or "parameter"
         if isinstance(value, torch.device):
             return f"device(type={value.type!r})"
         if isinstance(value, str):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs: counting collectives, fingerprints that are equal exactly when programs are, and the text for people."""
+"""Graphs: counting collectives, fingerprints that are equal exactly when programs are, texts and records for people."""
 
 import functools
 import json
 import logging
 import math
+import operator
 import random
 import re
 import shutil
@@ -419,15 +420,115 @@ def test_parameters_and_inputs_count_by_metadata():
     assert [fingerprint(graph) for graph in lifted[0]] == [fingerprint(graph) for graph in lifted[1]]
 
 
-def test_a_module_that_the_graph_calls_counts_by_class_settings_and_metadata_of_its_parameters():
-    def calls(module):
-        return torch.fx.symbolic_trace(torch.nn.Sequential(module))
+def test_two_parameters_that_look_alike_are_not_one():
+    """Where a graph holds its parameters as attributes, each use has a node of its own."""
 
-    kinds = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 3), torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2)]
-    kinds += [torch.nn.LayerNorm(2, eps=1e-3), torch.nn.Linear(2, 2).double(), torch.nn.Dropout(0.5).eval()]
-    prints = [fingerprint(calls(kind)) for kind in [*kinds, torch.nn.Dropout(0.5)]]
-    assert len(set(prints)) == len(prints)
-    assert prints[0] == fingerprint(calls(torch.nn.Linear(2, 2)))
+    def graph(*names):
+        graph = torch.fx.Graph()
+        root = torch.nn.Module()
+        for name in names:
+            root.register_parameter(name, torch.nn.Parameter(ones(2)))
+        first, second = graph.get_attr(names[0]), graph.get_attr(names[-1])
+        graph.output((graph.call_function(torch.add, (first, second)),))
+        return fingerprint(torch.fx.GraphModule(root, graph))
+
+    assert graph("a") == graph("b") != graph("a", "b") == graph("c", "d")
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss(label_smoothing=0.1)])
+def test_a_module_whose_program_is_not_in_the_graph_makes_it_unhashable(module):
+    class Caller(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.called = module
+
+        def forward(self, x):
+            return self.called(x, x) if isinstance(module, torch.nn.CrossEntropyLoss) else self.called(x)
+
+    assert_unhashable(torch.fx.symbolic_trace(Caller()), "called")
+
+
+def assert_unhashable(graph_module, *reasons):
+    """It equals no other graph, itself included, and says why."""
+    assert fingerprint(graph_module).startswith("unhashable-")
+    with pytest.raises(_vocabulary.HandshakeError) as raised:
+        _graph.canonical_nodes(graph_module)
+    assert all(reason in str(raised.value) for reason in reasons), str(raised.value)
+
+
+def fake(value=1.0):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(torch.full((2,), value))
+
+
+class Hollow(torch.Tensor):
+    """A tensor subclass that wraps another tensor without saying so, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, arguments=(), options=None):
+        return arguments[0]
+
+
+class Wrapper(Hollow):
+    """One that says so."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapper(inner["inner"])
+
+
+UNREADABLE = {
+    "fake": fake,
+    "meta": lambda: ones(2, device="meta"),
+    "fake inside a tensor subclass": lambda: Wrapper(fake()),
+    "meta inside a tensor subclass": lambda: Wrapper(ones(2, device="meta")),
+    "subclass without memory": lambda: Hollow(ones(2)),
+    "functional": lambda: torch._to_functional_tensor(ones(2)),
+    "sparse": lambda: ones(2).to_sparse(),
+    "scaled": lambda: torch._make_per_tensor_quantized_tensor(ones(2, dtype=torch.uint8), 0.5, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_tensor_constant_whose_value_cannot_be_read_makes_a_graph_unhashable(name):
+    """Equal fingerprints for values that nobody compared would let ranks run different programs as one."""
+    value = UNREADABLE[name]()
+    assert_unhashable(with_attribute(value), "held")
+    assert_unhashable(with_attribute(value, as_buffer=True), "held")
+    if "subclass" not in name and name != "functional":  # as parameters these are inputs: their metadata counts
+        hash_of = fingerprint(with_attribute(torch.nn.Parameter(value, requires_grad=False)))
+        assert not hash_of.startswith("unhashable")
+    body = torch.fx.Graph()
+    body.output((body.call_function(torch.add, (body.placeholder("x"), body.get_attr("held"))),))
+    nested = torch.nn.Module()
+    nested.held = value
+    assert_unhashable(with_attribute(torch.fx.GraphModule(nested, body)), "held")
+    assert_unhashable(built((isinstance, ({0}, [value]))), "isinstance")
+
+
+def test_tensor_subclasses_count_by_the_value_inside():
+    prints = [fingerprint(with_attribute(Wrapper(torch.tensor([1.0, value])))) for value in (2.0, 2.0, 3.0)]
+    assert prints[0] == prints[1] != prints[2]
+    assert not prints[0].startswith("unhashable")
+
+
+def test_a_constant_that_a_fake_tensor_carries_is_read():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        carried = [torch.tensor([value]) for value in (1.0, 1.0, 2.0)]
+    assert all(tensor.constant is not None for tensor in carried)
+    prints = [fingerprint(with_attribute(tensor)) for tensor in carried]
+    assert prints[0] == prints[1] != prints[2]
 
 
 # --- Equal programs have equal fingerprints ---
@@ -609,6 +710,18 @@ def test_equal_roles_mean_the_same_group_to_all_its_members():
                     meant = role_to_group[other].get(role)
                     if other in groups[group][0] and meant is not None:
                         assert meant == group, (groups, one, other)
+
+
+def test_groups_are_named_by_role_unless_the_handshake_is_set_otherwise(monkeypatch):
+    def prints(groups=None):
+        return fingerprints_of_ranks(mesh_program(2, 2), 4, groups)
+
+    monkeypatch.delenv("TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS", raising=False)
+    by_role, by_ranks = prints("role"), prints("exact")
+    assert prints() == by_role != by_ranks
+    monkeypatch.setenv("TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS", "exact")
+    assert prints() == by_ranks
+    assert prints("role") == by_role
 
 
 def test_groups_must_be_named_in_a_known_way():
@@ -807,8 +920,12 @@ def test_registered_ops_are_collectives():
         _graph.register_collective("handshake_test::ring_reduce", "ring")
         assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
         _graph.register_collective("handshake_test::other", "ring")
-        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"handshake_test::other.*'ring'"):
+        with pytest.raises(_vocabulary.HandshakeConfigError, match=r"handshake_test.other.*'ring'"):
             _graph.count_collectives(built((ops.other.default, ({0},))))
+        for name in ("ring_reduce", "other"):
+            assert _graph.is_collective_name(f"handshake_test::{name}")
+        (node,) = collectives_in(record_of(graph_module))
+        assert (node["target"], node["group"]) == ("torch.ops.handshake_test.ring_reduce.default", "0")
     for name in ("ring_reduce", "a.b", ""):
         with pytest.raises(_vocabulary.HandshakeConfigError, match="is not a qualified op name"):
             _graph.register_collective(name)
@@ -821,6 +938,30 @@ def test_ops_of_torch_tpu_are_collectives():
     with world(1):
         graph_module = built((torch.ops.tpu._all_gather_dim.default, ({0}, 0, 4, "0")))
         assert names_of(_graph.count_collectives(graph_module)) == {(0, 1, 2, 3): 1}
+
+
+def test_the_name_of_an_op_says_whether_it_is_a_collective_as_its_schema_does():
+    """Reports go by the name where they have no more; what they call a collective is what counts."""
+    import torch.distributed._symmetric_memory
+
+    namespaces = {schema.name.partition("::")[0] for schema in torch._C._jit_get_all_schemas()}
+    assert {"_c10d_functional", "c10d", "symm_mem", "_dtensor", "aten"} <= namespaces
+    seen = {True: 0, False: 0}
+    for name in {schema.name for schema in torch._C._jit_get_all_schemas()}:
+        namespace, _, op = name.partition("::")
+        if namespace in ("tpu", "handshake_test"):  # defined by tests
+            continue
+        packet = getattr(getattr(torch.ops, namespace), op, None)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        says = _graph.is_collective_name(name)
+        assert says == _graph.is_collective(list(built((packet, ({0},))).graph.nodes)[1]), name
+        seen[says] += 1
+    assert seen[True] > 60 and seen[False] > 1000
+    for name in ("_all_gather_dim", "_reduce_scatter_dim", "all_to_all"):
+        assert _graph.is_collective_name(f"tpu::{name}")
+    for name in ("tpu::optimization_barrier", "tpu::sparse_dense_matmul", "mine::all_reduce", "all_reduce", ""):
+        assert not _graph.is_collective_name(name)
 
 
 def test_a_module_that_could_hide_collectives_is_named_once(caplog, monkeypatch):
@@ -1026,3 +1167,160 @@ def test_long_constants_are_cut_in_the_text():
     assert fact.startswith("int64 (1000,) blake2b:")
     assert fact.endswith(", 15, …]")
     assert "blake2b" not in facts_of(with_attribute(ones(3, device="meta")))["constant held"]
+
+
+# --- Records ---
+
+
+def record_of(graph_module, **options):
+    return json.loads(_graph.graph_record(graph_module, **options))
+
+
+def nodes_of(record):
+    """The nodes by name."""
+    return {node["name"]: node for node in record["body"]["nodes"]}
+
+
+def collectives_in(record):
+    def of_body(body):
+        own = [node for node in body["nodes"] if node.get("collective")]
+        return own + [node for nested in body["bodies"].values() for node in of_body(nested)]
+
+    return of_body(record["body"])
+
+
+def test_a_record_says_what_a_real_graph_is():
+    with world(1):
+        pair = dist.new_group([0, 2, 1], group_desc="three")
+        odd = dist.new_group([1, 3])
+
+        def block(x):
+            return helper_of_the_model(x, pair) + torch.tensor([1.5, 2.5, 3.5])
+
+        def program(x, y):
+            z = checkpoint(block, x, use_reentrant=False) + torch.cat([y, y], 0)[:3]
+            x.mul_(2)
+            return all_reduce(z.to(torch.float64), odd, "max"), y.sum(dim=0, keepdim=True)
+
+        graphs = compiled(program, ones(3), ones(3))
+        aot, dynamo = record_of(graphs.forward[0], fingerprint="f" * 32), record_of(graphs.dynamo[0])
+        counts = _graph.count_collectives(graphs.forward[0])
+    assert aot["handshake_graph"] == 1
+    assert (aot["fingerprint"], aot["rank"], dynamo["fingerprint"]) == ("f" * 32, 1, "")
+    assert aot["groups"] == {
+        pair.group_name: {"ranks": [[0, 3, 1]], "description": "three"},
+        odd.group_name: {"ranks": [[1, 2, 2]], "description": "undefined"},
+    }
+    assert len(collectives_in(aot)) == len(collectives_in(dynamo)) == sum(counts.values()) == 2
+
+    nodes = nodes_of(aot)
+    reduce = nodes["all_reduce"]
+    assert reduce["op"] == "call"
+    assert reduce["target"] == "torch.ops._c10d_functional.all_reduce.default"
+    assert reduce["group"] == pair.group_name
+    assert reduce["arguments"] == [["0", "arg0_1", 0], ["1", "'sum'", None], ["2", f"'{pair.group_name}'", None]]
+    assert (reduce["dtype"], reduce["shape"], reduce["stride"], reduce["device"]) == ("f32", ["3"], ["1"], "cpu")
+    assert reduce["line"] == (
+        f"all_reduce: f32[3] = torch.ops._c10d_functional.all_reduce.default(arg0_1, 'sum', '{pair.group_name}')"
+    )
+    assert reduce["source"][0].startswith(torch.__path__[0])
+    line = helper_of_the_model.__code__.co_firstlineno + 1
+    code = 'return funcol.all_reduce(x, "sum", group)'
+    assert reduce["user_source"] == [__file__, line, "helper_of_the_model", code]
+    assert nodes["arg0_1"]["mutated_by"] == "output"
+    assert nodes["arg0_1"]["op"] == "placeholder"
+    assert re.fullmatch(
+        r"float32 \(3,\) blake2b:[0-9a-f]{32} \[1\.5, 2\.5, 3\.5\]", nodes["_tensor_constant0"]["constant"]
+    )
+    assert nodes["_tensor_constant0"]["op"] == "get_attr"
+    positions = {node["name"]: position for position, node in enumerate(aot["body"]["nodes"])}
+    y = positions["arg1_1"]
+    assert nodes["cat"]["arguments"] == [["0[0]", "arg1_1", y], ["0[1]", "arg1_1", y]]
+    assert nodes["sum_1"]["arguments"] == [["0", "arg1_1", y], ["1[0]", "0", None], ["2", "True", None]]
+    output = aot["body"]["nodes"][-1]
+    assert (output["op"], output["target"], output["arguments"][-1][0]) == ("output", "output", "(2)")
+    assert output["line"].startswith("return (")
+
+    (body,) = dynamo["body"]["bodies"].values()
+    inner = {node["name"]: node for node in body["nodes"]}
+    assert [node.get("group") for node in collectives_in(dynamo)] == [odd.group_name, pair.group_name]
+    assert nodes_of(dynamo)["l_x_"]["mutated_by"] == "mul_"
+    assert any(node.get("target") == "torch.tensor" for node in inner.values())
+
+
+def test_records_of_one_program_are_the_same_but_for_the_rank():
+    def record(rank):
+        with world(rank, 2):
+            graph_module = compiled(lambda x: all_reduce(x.sin(), dist.group.WORLD), ones(3)).forward[0]
+            return {**record_of(graph_module), "rank": None}
+
+    assert record(0) == record(1)
+
+
+def test_symbolic_sizes_in_a_record():
+    graphs = compiled(lambda x, n: (x.new_zeros(x.shape[0] + 1) * n, x * 2), ones(5, 3), 7, dynamic=True)
+    nodes = nodes_of(record_of(graphs.forward[0]))
+    sizes = [node for node in nodes.values() if node.get("dtype") == "Sym"]
+    assert sizes
+    symbol = sizes[0]["shape"][0]
+    assert any(node["shape"][:1] == [symbol] for node in nodes.values() if node.get("dtype") == "f32")
+    assert any(node["shape"] == [f"{symbol} + 1"] for node in nodes.values() if "shape" in node)
+
+
+def test_records_are_spelled_as_torch_prints_graphs():
+    """So that a record can be compared with a printed graph."""
+    graph_module = built(
+        (torch.ops.aten.add.Tensor, ({0}, 1), {"alpha": 2}),
+        (torch.sin, ({1}, (0, ...))),
+        (torch.nn.functional.gelu, ({2},), {"approximate": "tanh"}),
+        (torch.cos, ({3}, {1})),
+        (torch.zeros, ([2],), {"dtype": torch.float32, "device": torch.device("cuda:1"), "pin_memory": False}),
+        (isinstance, ({0}, {"k": [], "a": (3,), "d": "cuda:0"}, -0.5, None, torch.ops.aten.sin.default, Opaque())),
+    )
+    x, add, item, method, both = list(graph_module.graph.nodes)[:5]
+    item.target, both.target = operator.getitem, operator.and_
+    item.args = (add, (0, slice(None, x, 2), ...))
+    method.op, method.target, method.args = "call_method", "view", (method.args[0], -1)
+    nodes = record_of(graph_module)["body"]["nodes"]
+    assert [node["target"] for node in nodes[1:6]] == [
+        "torch.ops.aten.add.Tensor", "operator.getitem", ".view", "operator.and", "torch.zeros",
+    ]  # fmt: skip
+    assert nodes[1]["arguments"] == [["0", "x", 0], ["1", "1", None], ["alpha", "2", None]]
+    assert nodes[1]["line"] == "add_tensor = torch.ops.aten.add.Tensor(x, 1, alpha = 2)"
+    assert nodes[2]["arguments"] == [
+        ["0", "add_tensor", 1], ["1(0)", "0", None], ["1(1).start", "None", None], ["1(1).stop", "x", 0],
+        ["1(1).step", "2", None], ["1(2)", "Ellipsis", None],
+    ]  # fmt: skip
+    assert nodes[3]["line"] == "gelu = sin.view(-1, approximate = 'tanh')"
+    assert nodes[5]["arguments"] == [
+        ["0[0]", "2", None], ["dtype", "torch.float32", None],
+        ["device", "device(type='cuda')", None], ["pin_memory", "False", None],
+    ]  # fmt: skip
+    texts = {path: text for path, text, _ in nodes[6]["arguments"]}
+    assert texts.pop("5").endswith("Opaque object at 0x0>")
+    assert texts == {
+        "0": "x", "1{'a'}(0)": "3", "1{'d'}": "'cuda'", "1{'k'}": "[]", "2": "-0.5", "3": "None",
+        "4": "torch.ops.aten.sin.default",
+    }  # fmt: skip
+    assert nodes[0]["op"] == "placeholder" and nodes[7]["arguments"] == [["(0)", "isinstance_1", 6]]
+
+
+def test_a_record_is_made_of_graphs_that_cannot_be_hashed_or_resolved():
+    with world(1):
+        pair = dist.new_group([0, 1])
+        graph_module = compiled(lambda x: all_reduce(x, pair), ones(3)).forward[0]
+    record = record_of(graph_module)
+    (reduce,) = collectives_in(record)
+    assert (reduce["group"], record["groups"], record["rank"]) == (pair.group_name, {}, None)
+    assert nodes_of(record_of(with_attribute(fake())))["held"]["constant"] == "float32 (2,)"
+    lonely = record_of(built((isinstance, ({0}, "\ud800"))))
+    assert lonely["body"]["nodes"][1]["arguments"][1] == ["1", "'\\ud800'", None]
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3], [1, 3, 5], [0, 1, 4, 5, 9], [0, 3, 4, 5, 6]])
+def test_the_runs_of_a_group_are_its_ranks(ranks):
+    with world(ranks[0], 10):
+        group = dist.new_group(ranks)
+        record = record_of(built((c10d.all_reduce.default, ({0}, "sum", group.group_name))))
+    runs = record["groups"][group.group_name]["ranks"]
+    assert [first + step * k for first, count, step in runs for k in range(count)] == ranks
