@@ -146,7 +146,8 @@ def test_a_graph_that_is_the_short_beginning_of_another_is_compared_with_it(tmp_
     whole = big_text(8)
     lines = whole.splitlines()
     cut = next(number for number, line in enumerate(lines) if "w5)" in line) - 1
-    first = [*lines[:cut], f"        return ({lines[cut - 1].split(':')[0].strip()},)"]
+    inputs = lines[1].partition(", w5")[0] + "):"
+    first = [lines[0], inputs, *lines[2:cut], f"        return ({lines[cut - 1].split(':')[0].strip()},)"]
     status, out = explain_files(tmp_path, {"rank0.txt": whole, "rank1.txt": "\n".join(first)})
     assert status == 1
     assert "graph break" in out and "What differs, in 1 place" in out
