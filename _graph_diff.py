@@ -48,8 +48,9 @@ MAX_NESTED_BODIES = 50
 # A group of more ranks than this is refused: no job has as many.
 MAX_GROUP_RANKS = 2**20
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
-# differences would be as long as both.
+# differences would be as long as both. Those of smaller graphs than that are told.
 MIN_COMMON_PART = 0.2
+MIN_CALLS = 5
 # Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
 MAX_DIFFERENCES_PER_VARIANT = 1000
 # Collectives of each side that are named where their order differs.
@@ -401,17 +402,16 @@ def nested_body(node: Node, body: Body) -> Body | None:
 
 def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys) -> list[tuple[int, int]]:
     """The pairs of positions that match, ascending in both; inputs come first and are aligned by themselves."""
-    bodies, keys = (a, b), (a_keys, b_keys)
-    starts = [next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in bodies]
-    calls = [each.weak[start:-1] for each, start in zip(keys, starts, strict=True)]
-    counts = [len(each) for each in calls]
-    if 0 < min(counts) < max(counts) and a_keys.weak[-1] == b_keys.weak[-1] == "output":
-        for first in ((0, 0), (counts[0] - min(counts), counts[1] - min(counts))):
-            parts = [each[k : k + min(counts)] for each, k in zip(calls, first, strict=True)]
-            if parts[0] == parts[1]:
-                return _align_part(a, b, starts[0] + first[0], starts[1] + first[1], min(counts))
-    pairs = _align(a_keys, 0, starts[0], b_keys, 0, starts[1])
-    return pairs + _align(a_keys, starts[0], len(a.nodes), b_keys, starts[1], len(b.nodes))
+    i, j = (next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in (a, b))
+    inputs = _align(a_keys, 0, i, b_keys, 0, j)
+    calls, other_calls = a_keys.weak[i:-1], b_keys.weak[j:-1]
+    count, more = min(len(calls), len(other_calls)), len(calls) - len(other_calls)
+    if count and more and a_keys.weak[-1] == b_keys.weak[-1] == "output":  # else it is cut off
+        if calls[:count] == other_calls[:count]:
+            return _align_part(a, b, i, j, count, inputs)
+        if abs(more) > 1 and calls[-count:] == other_calls[-count:]:
+            return _align_part(a, b, len(a.nodes) - 1 - count, len(b.nodes) - 1 - count, count, inputs)
+    return inputs + _align(a_keys, i, len(a.nodes), b_keys, j, len(b.nodes))
 
 
 def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tuple[int, int]]:
@@ -422,14 +422,18 @@ def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tup
     return sorted(pairs)
 
 
-def _align_part(a: Body, b: Body, i: int, j: int, count: int) -> list[tuple[int, int]]:
-    """`count` operations from i and j on, which are all that one side has, one to one; and the inputs they read."""
+def _align_part(
+    a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """`count` operations from i and j on, which are all that one side has, one to one; inputs by what reads them."""
     matched = {i + k: j + k for k in range(count)} | {len(a.nodes) - 1: len(b.nodes) - 1}
     for x, y in list(matched.items()):
         for left, right in zip(a.nodes[x].arguments, b.nodes[y].arguments, strict=False):
             p, q = left.producer, right.producer
             if p is not None and q is not None and a.nodes[p].op == b.nodes[q].op == "placeholder":
                 matched.setdefault(p, q)
+    taken = set(matched.values())
+    matched |= {p: q for p, q in inputs if p not in matched and q not in taken}
     ascending: list[tuple[int, int]] = []  # inputs in another order are left out
     for x, y in sorted(matched.items()):
         if not ascending or y > ascending[-1][1]:
@@ -526,7 +530,7 @@ class _Comparer:
         same = (i for i, j in self.bodies[0].to_other.items() if nodes[i].target == other_nodes[j].target)
         # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
         calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
-        if sum(nodes[i].op == "call" for i in same) < MIN_COMMON_PART * calls:
+        if calls >= MIN_CALLS and sum(nodes[i].op == "call" for i in same) < MIN_COMMON_PART * calls:
             first = next((node for node in nodes if node.user_source), nodes[0])
             sizes = [describe_size(graph.body) for graph in self._graphs]
             self.differences = [Difference("graph", "", 0, first, "nothing in common", sizes)]
@@ -558,7 +562,7 @@ class _Comparer:
             self._add_order(comparison, order, moved)
         else:
             self._add_moved(comparison, moved)
-        is_broken = self._compare_left_over(comparison)
+        is_broken = self._compare_left_over(comparison, order is not None)
         self._compare_nodes(comparison, order is not None, is_broken)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
 
@@ -637,7 +641,7 @@ class _Comparer:
             self._add(Difference(kind, comparison.path, i, nodes[0], "place in the order", sides, nodes))
         comparison.changed.update(moved)
 
-    def _compare_left_over(self, comparison: BodyComparison) -> bool:
+    def _compare_left_over(self, comparison: BodyComparison, is_order_told: bool) -> bool:
         """Missing and added nodes; whether they are what lies beyond a graph break."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
@@ -648,7 +652,7 @@ class _Comparer:
         other_inputs = [j for j in added if b.nodes[j].op == "placeholder"]
         missing = [i for i in missing if a.nodes[i].op != "placeholder"]
         added = [j for j in added if b.nodes[j].op != "placeholder"]
-        if self._find_break(comparison, missing, added):
+        if not is_order_told and self._find_break(comparison, missing, added):
             return True  # with it come other inputs
         if inputs or other_inputs:
             body, only = (a, inputs) if inputs else (b, other_inputs)
