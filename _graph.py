@@ -1122,14 +1122,17 @@ def _group_record(node: Any, groups: dict[str, _Group]) -> dict[str, Any]:
 
 
 def _constant_text(tensor: Any) -> str | None:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     torch = _torch()
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.Parameter):
         return None
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     try:
         elements, digest = _elements(tensor)
-        first = elements.flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
-        more = ", …" if elements.numel() > MAX_CONSTANT_VALUES_SHOWN else ""
+        with unset_fake_temporarily():
+            first = elements.flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
+        more = ", …" if elements.numel() > len(first) else ""
         return f"{text} blake2b:{digest} [{', '.join(map(repr, first))}{more}]"
     except Exception:  # its elements can't be read: what is known is said
         return text

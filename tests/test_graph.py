@@ -2,6 +2,7 @@
 """Graphs: counting collectives, fingerprints that are equal exactly when programs are, texts and records for people."""
 
 import functools
+import itertools
 import json
 import logging
 import math
@@ -325,6 +326,25 @@ def test_each_argument_value_has_a_fingerprint_of_its_own():
         of_values[made] = value
     # Torch's containers in graphs are equal to Python's.
     assert fingerprint(built((isinstance, ({0}, [1])))) == fingerprint(built((isinstance, ({0}, [1]))))
+
+
+def test_nested_arguments_have_a_fingerprint_of_their_own():
+    """Whatever is in texts and keys: nothing in them is taken for a bracket, a separator or another leaf."""
+
+    def containers(parts):
+        yield from ([], (), {}, slice(None))
+        for part in parts:
+            yield from ([part], (part,), {"k": part}, {part: 1} if isinstance(part, str) else [[part]], slice(part))
+        for one, other in itertools.product(parts, repeat=2):
+            yield from ([one, other], (one, other), {"k": one, "l": other}, slice(one, other))
+
+    leaves = [None, 0, "", "0", "None", "[]", ":0", "[0]:0,[1]:0", "'", "\\'", "0,1=:0", "k'}:0,{:'l"]
+    inner = list(containers(leaves[:5]))
+    values = [*leaves, *containers(leaves), *containers([*inner[:24], *leaves[:2]])]
+    different = {repr(value): value for value in values}
+    prints = {fingerprint(built((isinstance, ({0}, value)))): text for text, value in different.items()}
+    assert len(prints) == len(different) > 2000
+    assert not any(text.startswith("unhashable") for text in prints)
 
 
 def test_reductions_of_c10d_ops_count_by_their_kind():
@@ -1246,6 +1266,14 @@ def test_a_record_says_what_a_real_graph_is():
     assert [node.get("group") for node in collectives_in(dynamo)] == [odd.group_name, pair.group_name]
     assert nodes_of(dynamo)["l_x_"]["mutated_by"] == "mul_"
     assert any(node.get("target") == "torch.tensor" for node in inner.values())
+
+
+@pytest.mark.parametrize("make", [_graph.graph_record, lambda graph_module: "\n".join(facts_of(graph_module).values())])
+def test_what_is_said_of_constants_is_the_same_while_a_graph_is_compiled(make):
+    """Compilers run under a fake tensor mode, in which a real tensor's elements can't be read as usual."""
+    graphs = compiled(lambda x: x + torch.tensor([1.5, 3.0]), ones(2), seen=make)
+    assert graphs.seen_results == [make(graph_module) for graph_module in graphs.all]
+    assert "[1.5, 3.0]" in graphs.seen_results[-1]
 
 
 def test_records_of_one_program_are_the_same_but_for_the_rank():
