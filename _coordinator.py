@@ -139,7 +139,7 @@ class Extra(Protocol):
 
     def next_deadline(self) -> float | None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> list[Reply]: ...
 
 
 class _Connection:
@@ -274,10 +274,9 @@ class Server:
 
     def _close(self, reason: str) -> None:
         self._listener.close()
-        self._epoll.close()
         for number, extra in self._extras.items():
-            extra.close()
-            self._reply(number, extra.tick(time.monotonic()))
+            self._reply(number, extra.close())
+        self._epoll.close()
         until = time.monotonic() + CLOSE_WITHIN_S
         for connection in self._connections:
             try:
@@ -398,7 +397,9 @@ class Server:
         self._strangers.pop(connection, None)
         self._of_rank[voter.ranks[0]] = connection
         self._consensus.rejoin_rank(voter.ranks[0])
-        about = {**self._config.facts, "debug": self._config.debug if self._wants_reports else ""}
+        # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
+        folder = self._config.debug if self._wants_reports else ""
+        about = {**self._config.facts, "debug": folder if self._config.debug else None}
         self._send(connection, _protocol.encode(_protocol.Welcome(about)))
         if rank == self._rank:
             while self._unread_messages:
