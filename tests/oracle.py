@@ -191,11 +191,12 @@ class Oracle:
 
     def outcome(self, component: Sequence[int]) -> str:
         """The gravest that applies to a component of waiting votes; what was decided on their spans tells it, too."""
-        told = {verdict(self.votes, component)}
+        own = verdict(self.votes, component)
+        told = {own}
         for member, group, span in needs(self.votes, component):
             decided = self.decided_on(group, span)
             told |= decided or ({PEER_LOST} if member in self.lost else set())
-        return next((grave for grave in (PEER_LOST, TIMEOUT, SPLIT) if grave in told), told.pop())
+        return next((grave for grave in (PEER_LOST, TIMEOUT, SPLIT) if grave in told), own)
 
     def decided_on(self, group: Group, span: Span) -> set[str]:
         """What was decided on just this span, or else on those that overlap it."""
