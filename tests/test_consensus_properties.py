@@ -210,7 +210,7 @@ class Run:
         self.order: list[Vote] = []
         self.answers: dict[Vote, str] = {}
         self.cast_at: dict[Vote, float] = {}
-        self.findings: dict[tuple, tuple] = {}
+        self.findings: dict[tuple, tuple | None] = {}
         self.latecomers = 0
         self.log: list[str] = [case.name]
 
@@ -239,7 +239,11 @@ class Run:
 
     def drop(self, rank: int, now: float) -> dict[Vote, str]:
         self.log.append(f"{now:g} s: rank {rank} is lost")
-        return self.take(self.machine.drop_rank(rank, now, "gone"), now)
+        taken = self.take(self.machine.drop_rank(rank, now, "gone"), now)
+        for vote in self.order:
+            if vote.rank == rank and vote not in self.answers:  # nobody is told what was found on these
+                self.findings.update({place: None for place in vote.spans.items() if place not in self.findings})
+        return taken
 
     def rejoin(self, rank: int) -> None:
         self.log.append(f"rank {rank} rejoins")
@@ -260,7 +264,7 @@ class Run:
             self.log.append(f"    {self.answers[vote]} for {vote}: {decision.reason}")
             assert decision.seconds == now - self.cast_at[vote]
             places = list(vote.spans.items())
-            if len(places) == 1 and places[0] in self.findings:
+            if len(places) == 1 and self.findings.get(places[0]):
                 self.latecomers += 1
                 assert decision.finding == self.findings[places[0]], self.failure("a latecomer is told otherwise")
             for place in places:
