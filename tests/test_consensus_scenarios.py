@@ -89,7 +89,8 @@ class Player:
             of_rank = _vocabulary.RankCollectiveCounts(counts)
             request = _vocabulary.CollectiveHandshakeRequest(of_rank, fingerprint, rank)
             if partial:
-                places = [(self.machine.line(group), (its.collective_count_before, its.end)) for group, its in of_rank.items()]
+                spans = [(group, (count.collective_count_before, count.end)) for group, count in counts.items()]
+                places = [(self.machine.line(group), span) for group, span in spans]
                 voter = self.machine.voter(rank)
                 decisions = list(self.machine.cast(voter, places, fingerprint, request, self.now, partial=True))
             else:
