@@ -130,8 +130,24 @@ def unordered_world(draw: random.Random, ranks: int, groups: list[Group], steps:
     return world
 
 
+def pairs_world(draw: random.Random, ranks: int) -> World:
+    """Many groups of two or three, and few votes: components grow together from several sides."""
+    groups = sorted({tuple(sorted(draw.sample(range(ranks), draw.choice([2, 2, 3])))) for _ in range(ranks + 2)})
+    world: World = []
+    for rank in range(ranks):
+        mine = [group for group in groups if rank in group]
+        program: list[Step] = []
+        for _ in range(draw.choice([1, 1, 2])):
+            left_out = draw.sample(mine, min(draw.choice([0, 0, 0, 1]), len(mine)))
+            program.append((draw.choice("AAAAAB"), {group: 1 for group in mine if group not in left_out}))
+        world.append([step for step in program if step[1]])
+    return world
+
+
 def make_world(kind: str, draw: random.Random) -> World:
     ranks = draw.randint(2, 5)
+    if kind == "pairs":
+        return pairs_world(draw, draw.randint(4, 8))
     graphs = draw.randint(2, 6)
     if kind == "random":
         ranks = draw.randint(2, 4)
@@ -153,7 +169,7 @@ def make_world(kind: str, draw: random.Random) -> World:
     return world
 
 
-KINDS = ["aligned", "perturbed", "random", "mesh", "nested", "unordered"]
+KINDS = ["aligned", "perturbed", "random", "mesh", "nested", "unordered", "pairs"]
 
 
 class Case:
@@ -582,6 +598,42 @@ def test_what_is_not_kept_is_split() -> None:
     assert told(2 * steps, 2 * steps + 2)[0] == PEER_LOST
 
 
+def test_what_a_rank_must_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_consensus, "MAX_VOTES_UNDER_WAY", 2)
+    machine = Machine(2)
+    for start in (0, 1):
+        assert machine.cast(0, "A", {WORLD2: (start, start + 1)}) == {}
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match="rank 0 has 2 votes without an answer"):
+        machine.cast(0, "A", {WORLD2: (2, 3)})
+    assert machine.cast(1, "A", {WORLD2: (0, 1)}) == {0: FAT, 1: FAT}
+    assert machine.cast(0, "A", {WORLD2: (2, 3)}) == {}
+    machine.machine.drop_rank(1, 0.0, "it exited")
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match="rank 1 voted after it was lost: it exited"):
+        machine.cast(1, "A", {WORLD2: (1, 2)})
+    machine.machine.rejoin_rank(1)
+    assert machine.cast(1, "A", {WORLD2: (1, 2)}) == {1: PEER_LOST}
+
+
+def test_the_last_wait_cycles_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_consensus, "MAX_CYCLES_REMEMBERED", 2)
+    machine = Machine(5)
+
+    def stands_s(step: int, rank: int) -> float:
+        """For how long a cycle of rank 0, on {0, rank}, and another rank, on all, stands."""
+        now = 100.0 * step
+        assert machine.cast(rank, "A", {(0, 1, 2, 3, 4): (step, step + 1)}, now) == {}
+        assert machine.cast(0, "A", {(0, rank): (step, step + 1)}, now) == {}
+        while True:
+            deadline = max(machine.machine.next_deadline(), now)
+            if told := machine.told(machine.machine.expire(deadline)):
+                assert told == {0: SPLIT, rank: SPLIT}
+                return deadline - now
+            machine.machine.notices(deadline)
+
+    ranks = [1, 1, 2, 1, 3, 2, 3, 1]  # that of rank 1 is forgotten when that of rank 3 is new
+    assert [stands_s(step, rank) for step, rank in enumerate(ranks)] == [5.0, 0.0, 5.0, 0.0, 5.0, 0.0, 0.0, 5.0]
+
+
 def test_each_wait_cycle_wakes_the_machine_in_time() -> None:
     """After half of its own ranks' timeout, also while another one stands."""
     machine = Machine(5)
@@ -711,15 +763,21 @@ def test_a_mesh_is_one_component() -> None:
             assert not any(machine.line(*group).frontier for of_rank in groups.values() for group in of_rank)
 
 
-def calls(function: Callable, *arguments: object) -> int:
-    """How many functions a call of `function` calls, those of C included."""
+def steps_of(function: Callable, *arguments: object) -> int:
+    """How many lines of Python a call of `function` runs."""
     events = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Callable:
+        events.append(event)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
     try:
         function(*arguments)
     finally:
-        sys.setprofile(None)
-    return sum(event in ("call", "c_call") for event in events)
+        sys.settrace(before)
+    return events.count("line")
 
 
 def costs_of_votes(ranks: int, fingerprints: str) -> list[int]:
@@ -730,7 +788,7 @@ def costs_of_votes(ranks: int, fingerprints: str) -> list[int]:
     costs = []
     for rank in range(ranks):
         fingerprint = fingerprints[rank == 1]
-        costs.append(calls(machine.cast, machine.voter(rank), [(line, (0, 1))], fingerprint, None, 0.0))
+        costs.append(steps_of(machine.cast, machine.voter(rank), [(line, (0, 1))], fingerprint, None, 0.0))
     return costs
 
 
@@ -754,7 +812,7 @@ def test_a_vote_costs_the_same_whatever_the_size_of_the_mesh() -> None:
             for voter, its in zip(voters, places, strict=True):
                 machine.machine.cast(voter, its, "A", None, 0.0)
 
-        return calls(round_of_votes) / len(order)
+        return steps_of(round_of_votes) / len(order)
 
     assert cost_a_vote(24) < 1.5 * cost_a_vote(6)
 
