@@ -517,8 +517,21 @@ def check_ranks_that_block(case: Case) -> set[str]:
     return seen | set(judged.judge.answers)
 
 
+def check_same_words(case: Case) -> set[str]:
+    """The same votes, in the same order, get the same answers in the same words, whatever has happened before."""
+    order = case.interleaving()
+    runs = [Run(case), Run(case)]
+    for run in runs:
+        for now, vote in enumerate(order):
+            run.put(vote, float(now))
+            run.expire(float(now))
+            run.machine.notices(float(now))
+    assert runs[0].log == runs[1].log and runs[0].findings == runs[1].findings, runs[0].failure("\n".join(runs[1].log))
+    return set(runs[0].answers.values())
+
+
 Check = Callable[[Case], set[str]]
-CHECKS: list[Check] = [check_answers, check_faults, check_ranks_that_block]
+CHECKS: list[Check] = [check_answers, check_same_words, check_faults, check_ranks_that_block]
 
 
 def outcomes_of(check: Check, kind: str, seeds: range) -> set[str]:
@@ -533,6 +546,11 @@ def test_each_vote_is_answered_as_early_as_it_can_be(kind: str) -> None:
 
 def test_ranks_that_run_the_same_graphs_never_split() -> None:
     assert outcomes_of(check_no_needless_split, "aligned", range(10_000, 10_000 + CASES)) == {FAT}
+
+
+@pytest.mark.parametrize("kind", ["random", "unordered", "pairs"])
+def test_the_same_votes_get_the_same_words(kind: str) -> None:
+    assert outcomes_of(check_same_words, kind, range(40_000, 40_000 + CASES)) >= {FAT, SPLIT, PLAN}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -612,6 +630,18 @@ def test_what_a_rank_must_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         machine.cast(1, "A", {WORLD2: (1, 2)})
     machine.machine.rejoin_rank(1)
     assert machine.cast(1, "A", {WORLD2: (1, 2)}) == {1: PEER_LOST}
+
+
+def test_votes_stay_out_of_order_when_spans_of_a_line_are_answered_backwards() -> None:
+    machine = Machine(3)
+    for rank in (0, 1):
+        machine.cast(rank, "A", {(0, 1): (0, 1), (0, 1, 2): (0, 1)})
+    for rank in (0, 1):
+        told = machine.cast(rank, "A", {(0, 1): (1, 2)})
+    assert told == {0: FAT, 1: FAT}
+    assert machine.cast(2, "A", {(0, 1, 2): (0, 1)}) == {0: FAT, 1: FAT, 2: FAT}
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match="starts before 2"):
+        machine.cast(0, "A", {(0, 1): (1, 2)})
 
 
 def test_the_last_wait_cycles_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
