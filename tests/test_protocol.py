@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire: every frame comes back as it was, however it is cut up; everything else raises one error, for ever."""
 
+import contextlib
 import json
 import random
 import struct
@@ -16,258 +17,249 @@ _vocabulary = load("_vocabulary")
 
 DIGEST = bytes(range(16))
 NONCE = b"n" * _protocol.NONCE_BYTES
-FACTS = {"rank": 3, "world_size": 8, "host": "höst", "nothing": None}
+WORLD_SIZE = 2**20
+MAX_POSITION = 2**64 - 1
+KINDS = frozenset(_protocol._KINDS)
+SIDES = (_protocol.FROM_STRANGER, _protocol.FROM_RANK, _protocol.FROM_COORDINATOR)
 
-# One frame of each kind as a sender makes it, and the message that a receiver must get.
-FRAMES = {
-    "greeting": (_protocol.greeting(NONCE), _protocol.Greeting(_protocol.VERSION, NONCE)),
-    "greeting of another version": (_protocol.greeting(NONCE, 77), _protocol.Greeting(77, NONCE)),
-    "welcome": (_protocol.welcome(FACTS), _protocol.Welcome(FACTS)),
-    "refused": (_protocol.refused("rank 3 is unknown: ü"), _protocol.Refused("rank 3 is unknown: ü")),
-    "goodbye": (_protocol.goodbye("done"), _protocol.Goodbye("done")),
-    "goodbye without a word": (_protocol.goodbye(""), _protocol.Goodbye("")),
-    "group": (_protocol.group(4, (0, 2, 4, 7)), _protocol.GroupDeclared(4, (0, 2, 4, 7))),
-    "vote on one group": (_protocol.vote(9, 1, DIGEST, [(0, 5, 6)]), _protocol.Vote(9, 1, DIGEST, [(0, 5, 6)])),
-    "vote on three groups": (
-        _protocol.vote(10, 6, DIGEST, [(0, 5, 6), (1, 0, 2), (7, 2**64 - 2, 2**64 - 1)]),
-        _protocol.Vote(10, 6, DIGEST, [(0, 5, 6), (1, 0, 2), (7, 2**64 - 2, 2**64 - 1)]),
-    ),
-    "fat verdict": (_protocol.verdict(9, _protocol.FAT), _protocol.Verdict(9, _protocol.FAT, 0, 0)),
-    "split verdict": (
-        _protocol.verdict(9, _protocol.SPLIT, _protocol.SEND_GRAPH, 2**40),
-        _protocol.Verdict(9, _protocol.SPLIT, _protocol.SEND_GRAPH, 2**40),
-    ),
-    "detail": (
-        _protocol.detail(9, _protocol.reason_facts("lost: ü", (0, 2, 4), (0, 1, 2, 3, 4), (7, 9))),
-        _protocol.Detail(
-            9, {"reason": "lost: ü", "ranks": [[0, 3, 2]], "group": [[0, 5, 1]], "span": [7, 9]}
-        ),
-    ),
-    "notice": (_protocol.notice(9, "waiting for rank 1"), _protocol.Notice(9, "waiting for rank 1")),
-    "graph": (_protocol.graph(9, b"\x00\xff"), _protocol.Graph(9, b"\x00\xff")),
-    "no graph": (_protocol.graph(9, b""), _protocol.Graph(9, b"")),
-    "report": (_protocol.report({"text": "differs"}), _protocol.Report({"text": "differs"})),
-    "exchange": (
-        _protocol.exchange(2**40, _protocol.SHARE, b"keys"),
-        _protocol.Exchange(2**40, _protocol.SHARE, b"keys"),
-    ),
-    "result": (
-        _protocol.result(2**40, _protocol.AGREE, True, b"\x01"),
-        _protocol.Result(2**40, _protocol.AGREE, 1, b"\x01"),
-    ),
+MESSAGES = {
+    "greeting": _protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, NONCE),
+    "greeting of a later version, which says more": _protocol.Greeting(_protocol.MAGIC, 77, NONCE, b"more"),
+    "hello": _protocol.Hello(b"p" * _protocol.PROOF_BYTES, b'{"rank":3}'),
+    "welcome": _protocol.Welcome({"rank": 3, "world_size": 8, "host": "höst", "nothing": None}),
+    "refused": _protocol.Refused("rank 3 is unknown: ü"),
+    "goodbye": _protocol.Goodbye("done"),
+    "goodbye without a word": _protocol.Goodbye(""),
+    "group": _protocol.Group(4, (0, 2, 4, 7)),
+    "vote on one group": _protocol.Vote(9, 1, DIGEST, (0, 5, 1)),
+    "vote on three groups": _protocol.Vote(2**32 - 1, 255, DIGEST, (0, 5, 1, 1, 0, 2, 7, MAX_POSITION - 1, 1)),
+    "fat verdict": _protocol.Verdict(9, _protocol.FAT),
+    "split verdict": _protocol.Verdict(2**32 - 1, _protocol.SPLIT, _protocol.PLAN),
+    "detail": _protocol.Detail(9, {"reason": "lost: ü", "ranks": [[0, 3, 2]], "group": None, "span": [7, 9]}),
+    "notice": _protocol.Notice("waiting for rank 1"),
+    "extra": _protocol.Extra(_protocol.PLANS, 9, 3, b"\x00\xff"),
+    "extra without a payload": _protocol.Extra(_protocol.REPORTS, 9, 255, b""),
 }
-# What no decoder may take for a message: (its bytes, a part of what the error must say).
+FRAMES = {name: _protocol.encode(message) for name, message in MESSAGES.items()}
+
+
+def frame(kind, *body):
+    """A frame of any content."""
+    return struct.pack("!IB", len(b"".join(body)) + 1, kind) + b"".join(body)
+
+
+def run(first, count, step):
+    return struct.pack("!III", first, count, step)
+
+
+ONE_SPAN = struct.pack("!IQI", 0, 5, 1)
+VOTE_WITHOUT_SPANS = struct.pack("!IB", 1, 0) + DIGEST
+GROUP_1 = struct.pack("!I", 1)
+
+# What no decoder may take for a message.
 BAD = {
-    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "not a frame of this protocol"),
-    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "not a frame of this protocol"),
-    "unknown kind": (struct.pack("!IB", 1, 255), "not a frame of this protocol"),
-    "length 0": (struct.pack("!IB", 0, _protocol.VOTE), "a frame of 0 bytes"),
-    "longest length": (struct.pack("!IB", 2**32 - 1, _protocol.VOTE), "a frame of 4294967295 bytes"),
-    "other magic": (_protocol.frame(_protocol.GREETING, b"TPU-XX\r\n", bytes(18)), "not a greeting"),
-    "short greeting": (_protocol.frame(_protocol.GREETING, b"TPU"), "malformed"),
-    "hello that is no json": (_protocol.frame(_protocol.HELLO, bytes(16), b"{"), "malformed"),
-    "hello that is no object": (_protocol.frame(_protocol.HELLO, bytes(16), b"[1]"), "no JSON object"),
-    "hello without a proof": (_protocol.frame(_protocol.HELLO, b"{}"), "malformed"),
-    "hello nested without end": (_protocol.frame(_protocol.HELLO, bytes(16), b"[" * 4000), "malformed"),
-    "hello with a number without end": (
-        _protocol.frame(_protocol.HELLO, bytes(16), b'{"a":' + b"9" * 4100 + b"9" * 900 + b"}"),
-        "malformed",
-    ),
-    "vote cut short": (_protocol.frame(_protocol.VOTE, b"\x00" * 5), "malformed"),
-    "vote without spans": (_protocol.frame(_protocol.VOTE, bytes(23)), "a vote of 0 spans"),
-    "vote that promises more spans": (
-        _protocol.frame(_protocol.VOTE, struct.pack("!IB16sH", 1, 0, DIGEST, 3), bytes(12)),
-        "a vote of 3 spans",
-    ),
-    "vote with bytes left over": (
-        _protocol.frame(_protocol.VOTE, struct.pack("!IB16sH", 1, 0, DIGEST, 1), bytes(13)),
-        "a vote of 1 spans",
-    ),
-    "verdict cut short": (_protocol.frame(_protocol.VERDICT, bytes(13)), "malformed"),
-    "verdict with bytes left over": (_protocol.frame(_protocol.VERDICT, bytes(15)), "malformed"),
-    "group that promises more runs": (_protocol.frame(_protocol.GROUP, struct.pack("!II", 1, 2**32 - 1)), "runs"),
-    "group with an empty run": (_protocol.frame(_protocol.GROUP, struct.pack("!IIIII", 1, 1, 0, 0, 1)), "none"),
-    "group with a step of 0": (_protocol.frame(_protocol.GROUP, struct.pack("!IIIII", 1, 1, 0, 2, 0)), "none"),
-    "group beyond any world": (
-        _protocol.frame(_protocol.GROUP, struct.pack("!IIIII", 1, 1, 2**32 - 1, 1, 1)),
-        "ranks that are none",
-    ),
-    "detail without a number": (_protocol.frame(_protocol.DETAIL, b"{}"), "malformed"),
-    "notice without a number": (_protocol.frame(_protocol.NOTICE), "malformed"),
-    "graph without a number": (_protocol.frame(_protocol.GRAPH, b"1"), "malformed"),
-    "exchange cut short": (_protocol.frame(_protocol.EXCHANGE, bytes(8)), "malformed"),
-    "result cut short": (_protocol.frame(_protocol.RESULT, bytes(9)), "malformed"),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "unknown kind": frame(255),
+    "length 0": struct.pack("!IB", 0, _protocol.VOTE),
+    "longest length": struct.pack("!IB", 2**32 - 1, _protocol.VOTE),
+    "greeting cut short": frame(_protocol.GREETING, b"TPU"),
+    "hello without a proof": frame(_protocol.HELLO, b"{}"),
+    "welcome that is not json": frame(_protocol.WELCOME, b"{"),
+    "welcome that is not an object": frame(_protocol.WELCOME, b"[1]"),
+    "welcome that is not utf-8": frame(_protocol.WELCOME, b'{"a":"\xff\xff"}'),
+    "welcome nested without end": frame(_protocol.WELCOME, b"[" * 100_000),
+    "welcome with a number without end": frame(_protocol.WELCOME, b'{"a":' + b"9" * 5000 + b"}"),
+    "vote cut short": frame(_protocol.VOTE, bytes(5)),
+    "vote without spans": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS),
+    "vote with half a span": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS, ONE_SPAN[:8]),
+    "vote with bytes left over": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS, ONE_SPAN, b"\x00"),
+    "vote on too many groups": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS, ONE_SPAN * (_protocol.MAX_SPANS + 1)),
+    "verdict cut short": frame(_protocol.VERDICT, bytes(5)),
+    "verdict with bytes left over": frame(_protocol.VERDICT, bytes(7)),
+    "group with half a run": frame(_protocol.GROUP, GROUP_1, run(0, 2, 1)[:8]),
+    "group with an empty run": frame(_protocol.GROUP, GROUP_1, run(0, 0, 1)),
+    "group with a step of 0": frame(_protocol.GROUP, GROUP_1, run(0, 2, 0)),
+    "group beyond the world": frame(_protocol.GROUP, GROUP_1, run(2**32 - 1, 1, 1)),
+    "group larger than the world": frame(_protocol.GROUP, GROUP_1, run(0, 2**20, 1), run(0, 1, 1)),
+    "detail without a vote": frame(_protocol.DETAIL, b"{}"),
+    "detail that is not an object": frame(_protocol.DETAIL, bytes(4), b"3"),
+    "extra cut short": frame(_protocol.EXTRA, bytes(5)),
 }
 
 
-def _decoder():
-    return _protocol.Decoder(_protocol.MAX_FRAME_BYTES)
+def decoder():
+    return _protocol.Decoder(KINDS, WORLD_SIZE)
 
 
-def _messages(decoder):
-    found = []
-    while (message := decoder.next_message()) is not None:
-        found.append(message)
+def feed_in_pieces(data, cuts, into=None):
+    """What a decoder makes of `data` that comes in pieces."""
+    reading, found = into or decoder(), []
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        found += reading.feed(data[start:end])
     return found
 
 
 # ---------------------------------------------------------------------- frames come back as they were
 
 
-@pytest.mark.parametrize("name", FRAMES)
-def test_frame_read_whole(name):
-    data, message = FRAMES[name]
-    decoder = _decoder()
-    decoder.feed(data)
-    assert decoder.next_message() == message
-    assert decoder.next_message() is None
-    assert not decoder.is_within_frame
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_frame_read_whole_byte_by_byte_and_among_others(name):
+    data, message = FRAMES[name], MESSAGES[name]
+    assert list(decoder().feed(data)) == [message]
+    reading = decoder()
+    for byte in data[:-1]:
+        assert list(reading.feed(bytes([byte]))) == []
+    assert list(reading.feed(data[-1:] + data + data[:-1])) == [message, message]
+    assert list(reading.feed(data[-1:] + FRAMES["goodbye"])) == [message, MESSAGES["goodbye"]]
+    assert type(message) is type(next(decoder().feed(data)))
 
 
-@pytest.mark.parametrize("name", FRAMES)
-def test_frame_read_byte_by_byte(name):
-    data, message = FRAMES[name]
-    decoder = _decoder()
-    for place in range(len(data) - 1):
-        decoder.feed(data[place : place + 1])
-        assert decoder.next_message() is None
-        assert decoder.is_within_frame
-    decoder.feed(data[-1:])
-    assert decoder.next_message() == message
-
-
-@pytest.mark.parametrize("name", FRAMES)
-def test_frame_read_with_trailing_data(name):
-    data, message = FRAMES[name]
-    decoder = _decoder()
-    decoder.feed(data + data[:-1])
-    assert _messages(decoder) == [message]
-    assert decoder.is_within_frame
-    decoder.feed(data[-1:] + FRAMES["goodbye"][0])
-    assert _messages(decoder) == [message, FRAMES["goodbye"][1]]
-
-
-def test_every_kind_that_is_decoded_is_covered():
-    kinds = {data[4] for data, _ in FRAMES.values()} | {_protocol.HELLO}
-    assert kinds == set(_protocol._DECODERS)
+def test_every_kind_is_covered_and_is_somebodys():
+    assert {data[4] for data in FRAMES.values()} == KINDS
+    assert frozenset().union(*SIDES) == KINDS - {_protocol.GREETING, _protocol.WELCOME, _protocol.REFUSED}
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_of_frames_cut_anywhere(data):
-    names = data.draw(st.lists(st.sampled_from(sorted(FRAMES)), max_size=6))
-    stream = b"".join(FRAMES[name][0] for name in names)
+    names = data.draw(st.lists(st.sampled_from(sorted(MESSAGES)), max_size=6))
+    stream = b"".join(FRAMES[name] for name in names)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    decoder, found = _decoder(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        decoder.feed(stream[start:end])
-        found += _messages(decoder)
-    assert found == [FRAMES[name][1] for name in names]
+    assert feed_in_pieces(stream, cuts) == [MESSAGES[name] for name in names]
 
 
-def test_hello_proves_the_secret_over_the_very_bytes():
-    decoder = _decoder()
-    decoder.feed(_protocol.hello(FACTS, b"secret", NONCE))
-    hello = decoder.next_message()
-    assert hello.facts == FACTS
-    assert json.loads(hello.signed) == FACTS
-    assert hello.proof == _protocol.proof(b"secret", NONCE, hello.signed)
-    assert hello.proof != _protocol.proof(b"other", NONCE, hello.signed)
-    assert hello.proof != _protocol.proof(b"secret", b"m" * len(NONCE), hello.signed)
-    assert hello.proof != _protocol.proof(b"secret", NONCE, hello.signed.replace(b"3", b"4"))
+spans = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, MAX_POSITION), st.integers(0, 2**32 - 1))
 
 
-# ---------------------------------------------------------------------- what is no frame
+@given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.binary(min_size=16, max_size=16), st.lists(spans, min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_the_quick_encoders_make_the_same_frames(number, flags, digest, places):
+    flat = tuple(field for place in places for field in place)
+    assert _protocol.encode_vote(number, flags, digest, flat) == _protocol.encode(
+        _protocol.Vote(number, flags, digest, flat)
+    )
+    assert _protocol.encode_verdict(number, 2, flags) == _protocol.encode(_protocol.Verdict(number, 2, flags))
 
 
+def test_each_message_is_to_be_handled_before_the_next_is_decoded():
+    """As a hello is, after which other kinds may come, in the same segment too."""
+    reading = _protocol.Decoder(_protocol.FROM_STRANGER)
+    found = []
+    for message in reading.feed(FRAMES["hello"] + FRAMES["group"] + FRAMES["vote on one group"][:9]):
+        found.append(message)
+        reading.kinds, reading.world_size = _protocol.FROM_RANK, 8
+    found += reading.feed(FRAMES["vote on one group"][9:])
+    assert found == [MESSAGES[name] for name in ("hello", "group", "vote on one group")]
+
+
+def test_a_proof_is_of_the_secret_over_the_very_bytes():
+    facts = b'{"rank":3}'
+    proof = _protocol.proof(b"secret", NONCE, facts)
+    assert proof == _protocol.proof(b"secret", NONCE, facts) and len(proof) == _protocol.PROOF_BYTES
+    others = [(b"other", NONCE, facts), (b"secret", b"m" * len(NONCE), facts), (b"secret", NONCE, b'{"rank":4}')]
+    assert proof not in [_protocol.proof(*other) for other in others]
+
+
+# ---------------------------------------------------------------------- what is not a frame
+
+
+@pytest.mark.parametrize("pieces", ["whole", "byte by byte, after a good one"])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_frame_raises_and_keeps_raising(name):
-    data, words = BAD[name]
-    decoder = _decoder()
-    decoder.feed(data)
-    with pytest.raises(_vocabulary.HandshakeProtocolError, match=words) as first:
-        decoder.next_message()
-    decoder.feed(FRAMES["goodbye"][0])
-    for _ in range(2):
+def test_a_bad_frame_raises_and_keeps_raising(name, pieces):
+    data, reading = BAD[name], decoder()
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match="a malformed frame of kind") as first:
+        if pieces == "whole":
+            list(reading.feed(data))
+        else:
+            assert list(reading.feed(FRAMES["notice"])) == [MESSAGES["notice"]]
+            for place in range(0, len(data), max(1, len(data) // 1000)):
+                assert list(reading.feed(data[place : place + max(1, len(data) // 1000)])) == []
+    for more in (FRAMES["goodbye"], b""):
         with pytest.raises(_vocabulary.HandshakeProtocolError) as again:
-            decoder.next_message()
+            list(reading.feed(more))
         assert str(again.value) == str(first.value)
-    assert decoder.is_within_frame
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_frame_byte_by_byte_and_after_good_ones(name):
-    data, words = BAD[name]
-    decoder = _decoder()
-    decoder.feed(FRAMES["notice"][0])
-    assert decoder.next_message() == FRAMES["notice"][1]
-    with pytest.raises(_vocabulary.HandshakeProtocolError, match=words):
-        for place in range(len(data)):
-            decoder.feed(data[place : place + 1])
-            assert decoder.next_message() is None
+def test_what_comes_before_a_bad_frame_is_still_given():
+    found = []
+    with pytest.raises(_vocabulary.HandshakeProtocolError):
+        for message in decoder().feed(FRAMES["notice"] + FRAMES["fat verdict"] + BAD["http"]):
+            found.append(message)
+    assert found == [MESSAGES["notice"], MESSAGES["fat verdict"]]
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=3))
-@example(b"\x00\x00\x00\x01" + bytes([_protocol.VOTE]), [])
+@example(struct.pack("!IB", 1, _protocol.VOTE), [])
 @settings(max_examples=250, deadline=None)
 def test_random_bytes_raise_nothing_else(data, cuts):
-    decoder = _protocol.Decoder()
-    try:
-        for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(data)], strict=True):
-            decoder.feed(data[start:end])
-            _messages(decoder)
-    except _vocabulary.HandshakeProtocolError:
-        with pytest.raises(_vocabulary.HandshakeProtocolError):
-            decoder.next_message()
+    with contextlib.suppress(_vocabulary.HandshakeProtocolError):
+        feed_in_pieces(data, sorted(cuts))
 
 
-@given(kind=st.sampled_from(sorted(_protocol._DECODERS)), body=st.binary(max_size=80))
+@given(kind=st.sampled_from(sorted(KINDS)), body=st.binary(max_size=80))
 @settings(max_examples=400, deadline=None)
-def test_random_body_of_every_kind_raises_nothing_else(kind, body):
-    decoder = _decoder()
-    decoder.feed(_protocol.frame(kind, body))
+def test_a_random_body_of_any_kind_is_a_message_or_raises_the_one_error(kind, body):
+    with contextlib.suppress(_vocabulary.HandshakeProtocolError):
+        assert len(list(decoder().feed(frame(kind, body)))) == 1
+
+
+@given(st.sampled_from(sorted(FRAMES)), st.integers(0), st.integers(0, 255))
+@settings(max_examples=400, deadline=None)
+def test_one_byte_changed_raises_nothing_else(name, place, byte):
+    changed = bytearray(FRAMES[name])
+    changed[place % len(changed)] = byte
+    with contextlib.suppress(_vocabulary.HandshakeProtocolError):
+        list(decoder().feed(bytes(changed)))
+
+
+# ---------------------------------------------------------------------- who may send what
+
+
+@pytest.mark.parametrize("kinds", SIDES)
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_may_not_come_now_is_refused_at_its_fifth_byte(name, kinds):
+    data = FRAMES[name]
+    reading = _protocol.Decoder(kinds, WORLD_SIZE)
+    if data[4] in kinds:
+        assert list(reading.feed(data)) == [MESSAGES[name]]
+    else:
+        assert list(reading.feed(data[:4])) == []
+        with pytest.raises(_vocabulary.HandshakeProtocolError, match="can't come here"):
+            list(reading.feed(data[4:5]))
+
+
+@contextlib.contextmanager
+def allocates_less_than(number_of_bytes):
+    tracemalloc.start()
     try:
-        message = decoder.next_message()
-    except _vocabulary.HandshakeProtocolError:
-        return
-    assert message is not None
+        before, _ = tracemalloc.get_traced_memory()
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak - before < number_of_bytes
+    finally:
+        tracemalloc.stop()
 
 
-def test_one_byte_changed_raises_nothing_else():
-    seed = 20260
-    rng = random.Random(seed)
-    for data, _ in FRAMES.values():
-        for _ in range(60):
-            changed = bytearray(data)
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-            decoder = _decoder()
-            decoder.feed(bytes(changed))
-            try:
-                _messages(decoder)
-            except _vocabulary.HandshakeProtocolError:
-                pass
+@pytest.mark.parametrize(
+    ("kinds", "data"),
+    [
+        (_protocol.FROM_STRANGER, frame(_protocol.GROUP, GROUP_1, run(0, 2**20, 1))),
+        (_protocol.FROM_STRANGER, frame(_protocol.WELCOME, b"[" * 100_000)),
+        (KINDS, struct.pack("!IB", 2**31, _protocol.EXTRA)),
+        (KINDS, struct.pack("!IB", _protocol.MAX_HELLO_BYTES * 2, _protocol.HELLO)),
+        (KINDS, frame(_protocol.GROUP, GROUP_1, run(0, 2**32 - 1, 1))),
+        (KINDS, frame(_protocol.GROUP, GROUP_1, *[run(0, 2**32 - 1, 1)] * 300)),
+        (KINDS, frame(_protocol.GROUP, GROUP_1, run(0, 9, 1))),  # in a world of 8
+    ],
+)
+def test_what_is_refused_costs_nothing(kinds, data):
+    reading = _protocol.Decoder(kinds, 8)
+    with allocates_less_than(200_000), pytest.raises(_vocabulary.HandshakeProtocolError):
+        list(reading.feed(data))
 
 
-# ---------------------------------------------------------------------- sizes and bounds
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 64, _protocol.MAX_SPANS])
-def test_a_vote_is_at_most_32_bytes_and_16_a_group(groups):
-    spans = [(number, 2**63, 2**63 + 2**32 - 1) for number in range(groups)]
-    assert len(_protocol.vote(2**32 - 1, 7, DIGEST, spans)) <= 32 + 16 * groups
-
-
-def test_a_verdict_is_at_most_24_bytes():
-    assert len(_protocol.verdict(2**32 - 1, _protocol.SPLIT, 255, 2**64 - 1)) <= 24
-
-
-@pytest.mark.parametrize("world_size", [2, 8, 4096, _protocol.MAX_WORLD_SIZE])
-def test_a_group_in_equal_steps_takes_one_run_at_any_size(world_size):
-    ranks = range(world_size)
-    assert len(_protocol.group(0, ranks)) == len(_protocol.group(0, (0, 1)))
-    assert _protocol.ranks_of(_protocol.runs(ranks)) == tuple(ranks)
-    column = range(1, world_size, 2)
-    assert len(_protocol.group(0, column)) == len(_protocol.group(0, (0, 1)))
+# ---------------------------------------------------------------------- groups
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=60, unique=True))
@@ -280,108 +272,70 @@ def test_ranks_survive_their_runs(ranks):
     assert _protocol.ranks_of(json.loads(json.dumps(runs))) == ranks  # as a detail carries them
 
 
-@pytest.mark.parametrize(
-    "runs", [[(0, 2**20 + 1, 1)], [(0, 2**19 + 1, 1), (2**19, 2**19, 1)], [(5, 1, 2**20), (2**20 - 5, 6, 1)]]
-)
-def test_ranks_beyond_the_largest_world_are_refused(runs):
+@pytest.mark.parametrize("world_size", [2, 8, 4096, _protocol.MAX_WORLD_SIZE])
+def test_a_group_in_equal_steps_takes_one_run_at_any_size(world_size):
+    for ranks in (range(world_size), range(1, world_size, 2)):
+        data = _protocol.encode(_protocol.Group(0, tuple(ranks)))
+        assert len(data) == len(_protocol.encode(_protocol.Group(0, (0, 1))))
+        assert list(_protocol.Decoder(KINDS, world_size).feed(data)) == [_protocol.Group(0, tuple(ranks))]
+
+
+@pytest.mark.parametrize("ranks", [(7,), (0, 8), (6, 7, 8), (0, 3, 9)])
+def test_a_group_outside_its_world_is_refused_and_no_other(ranks):
+    """Also where the same bytes are a group of a larger world's."""
+    data = _protocol.encode(_protocol.Group(0, ranks))
+    assert list(_protocol.Decoder(KINDS, ranks[-1] + 1).feed(data)) == [_protocol.Group(0, ranks)]
     with pytest.raises(_vocabulary.HandshakeProtocolError):
-        _protocol.ranks_of(runs)
+        list(_protocol.Decoder(KINDS, ranks[-1]).feed(data))
 
 
-def test_lengths_are_checked_before_anything_is_allocated():
-    many_ranks = struct.pack("!II", 1, 300) + b"".join(struct.pack("!III", 0, 2**32 - 1, 1) for _ in range(300))
-    attacks = [
-        struct.pack("!IB", 2**31, _protocol.GRAPH),
-        _protocol.frame(_protocol.GROUP, struct.pack("!IIIII", 1, 1, 0, 2**32 - 1, 1)),
-        _protocol.frame(_protocol.GROUP, many_ranks),
-        _protocol.frame(_protocol.VOTE, struct.pack("!IB16sH", 1, 0, DIGEST, 65535)),
-    ]
-    tracemalloc.start()
-    try:
-        for data in attacks:
-            decoder = _decoder()
-            decoder.feed(data)
-            tracemalloc.reset_peak()
-            before, _ = tracemalloc.get_traced_memory()
-            with pytest.raises(_vocabulary.HandshakeProtocolError):
-                decoder.next_message()
-            _, peak = tracemalloc.get_traced_memory()
-            assert peak - before < 200_000
-    finally:
-        tracemalloc.stop()
+def test_a_group_may_be_as_irregular_as_it_likes():
+    """Two ranks a run at least: a group of any order fits into a frame."""
+    ranks = tuple(sorted(random.Random(5).sample(range(6000), 3000)))
+    assert len(_protocol.runs(ranks)) <= len(ranks) // 2
+    data = _protocol.encode(_protocol.Group(0, ranks))
+    assert list(_protocol.Decoder(KINDS, 6000).feed(data)) == [_protocol.Group(0, ranks)]
 
 
-def test_a_stranger_may_send_a_small_first_frame_only():
-    decoder = _protocol.Decoder()
-    decoder.feed(struct.pack("!IB", _protocol.MAX_FRAME_BYTES_AT_FIRST + 1, _protocol.HELLO))
-    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"at most {_protocol.MAX_FRAME_BYTES_AT_FIRST}"):
-        decoder.next_message()
+# ---------------------------------------------------------------------- sizes
 
-    decoder = _protocol.Decoder()
-    signed = json.dumps({"x": "y" * (_protocol.MAX_FRAME_BYTES_AT_FIRST - 1 - 16 - len('{"x": ""}'))}).encode()
-    largest = _protocol.frame(_protocol.HELLO, bytes(16), signed)
-    assert len(largest) == 4 + _protocol.MAX_FRAME_BYTES_AT_FIRST
-    decoder.feed(largest)
-    assert isinstance(decoder.next_message(), _protocol.Hello)
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 64, _protocol.MAX_SPANS])
+def test_a_vote_is_at_most_32_bytes_and_16_a_group(groups):
+    flat = [field for number in range(groups) for field in (number, 2**63, 2**32 - 1)]
+    data = _protocol.encode_vote(2**32 - 1, 255, DIGEST, flat)
+    assert len(data) <= 32 + 16 * groups
+    assert list(decoder().feed(data)) == [_protocol.Vote(2**32 - 1, 255, DIGEST, tuple(flat))]
+
+
+def test_a_verdict_is_at_most_24_bytes():
+    assert len(_protocol.encode_verdict(2**32 - 1, _protocol.SPLIT, 255)) <= 24
 
 
 @pytest.mark.parametrize(
     ("make", "limit"),
     [
-        (lambda size: _protocol.graph(1, bytes(size)), _protocol.MAX_GRAPH_BYTES),
-        (lambda size: _protocol.exchange(1, _protocol.SHARE, bytes(size)), _protocol.MAX_PAYLOAD_BYTES),
+        (lambda tail: _protocol.Hello(bytes(_protocol.PROOF_BYTES), tail), _protocol.MAX_HELLO_BYTES),
+        (lambda tail: _protocol.Extra(_protocol.PLANS, 1, 1, tail), _protocol.MAX_PAYLOAD_BYTES),
     ],
 )
-def test_graph_and_payload_have_limits_of_their_own(make, limit):
-    decoder = _decoder()
-    decoder.feed(make(limit))
-    assert decoder.next_message() is not None
-    decoder.feed(make(limit + 1))
-    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"at most {limit}"):
-        decoder.next_message()
+def test_the_longest_tail_is_taken_and_a_longer_one_is_not(make, limit):
+    message = make(bytes(limit))
+    assert list(decoder().feed(_protocol.encode(message))) == [message]
+    with pytest.raises(_vocabulary.HandshakeProtocolError, match=r"it has \d+ bytes"):
+        list(decoder().feed(_protocol.encode(make(bytes(limit + 1)))))
 
 
-def test_too_many_spans_are_refused():
-    decoder = _decoder()
-    decoder.feed(_protocol.vote(1, 0, DIGEST, [(n, 0, 1) for n in range(_protocol.MAX_SPANS + 1)]))
-    with pytest.raises(_vocabulary.HandshakeProtocolError, match=f"{_protocol.MAX_SPANS + 1} spans"):
-        decoder.next_message()
-
-
-@pytest.mark.parametrize("text", ["x" * 100_000, "ü" * 100_000, "\udcff half a character"])
+@pytest.mark.parametrize("text", ["x" * 300_000, "ü" * 300_000, "\udcff half a character"])
 def test_long_and_odd_texts_are_cut_and_still_read(text):
-    for make in (_protocol.refused, _protocol.goodbye, lambda text: _protocol.notice(1, text)):
-        data = make(text)
+    for of_class in (_protocol.Refused, _protocol.Goodbye, _protocol.Notice):
+        data = _protocol.encode(of_class(text))
         assert len(data) <= _protocol.MAX_TEXT_BYTES + 16
-        decoder = _decoder()
-        decoder.feed(data)
-        message = decoder.next_message()
-        assert (message.text if hasattr(message, "text") else message.reason)[:5] in (text[:5], "? hal")
-
-
-# ---------------------------------------------------------------------- the shortcut
-
-
-@pytest.mark.parametrize("name", FRAMES)
-def test_shortcut_takes_its_own_frame_alone_and_nothing_else(name):
-    data, message = FRAMES[name]
-    vote = _protocol.vote_of_one(data)
-    if name == "vote on one group":
-        *_, number, start, num = vote
-        assert vote[2:5] == message[:3] and [(number, start, start + num)] == message.spans
-    else:
-        assert vote is None
-    for longer in (data + b"\x00", data + data, data[:-1]):
-        assert _protocol.vote_of_one(longer) is None
-
-
-@given(st.binary(min_size=44, max_size=44))
-@settings(max_examples=200, deadline=None)
-def test_shortcut_says_what_the_decoder_says(vote_bytes):
-    vote_bytes = _protocol.vote(1, 0, DIGEST, [(0, 0, 1)])[:5] + vote_bytes[5:]
-    fields = _protocol.vote_of_one(vote_bytes)
-    if fields is not None:
-        decoder = _decoder()
-        decoder.feed(vote_bytes)
-        *_, number, start, num = fields
-        assert decoder.next_message() == _protocol.Vote(*fields[2:5], [(number, start, start + num)])
+        [message] = decoder().feed(data)
+        assert type(message) is of_class and message[0][:5] in (text[:5], "? hal")
+    facts = _protocol.detail_facts(text, (0, 2, 4), (0, 1, 2, 3, 4), (7, MAX_POSITION + 2**32))
+    [detail] = decoder().feed(_protocol.encode(_protocol.Detail(9, facts)))
+    assert detail.facts["reason"][:5] == text[:5] and len(detail.facts["reason"]) <= _protocol.MAX_TEXT_BYTES
+    assert _protocol.ranks_of(detail.facts["ranks"]) == (0, 2, 4)
+    assert _protocol.ranks_of(detail.facts["group"]) == (0, 1, 2, 3, 4)
+    assert detail.facts["span"] == [7, MAX_POSITION + 2**32]
