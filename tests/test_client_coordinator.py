@@ -157,10 +157,11 @@ def test_a_vote_that_can_not_be_is_the_callers_error_and_nothing_is_sent(monkeyp
             ([((1, 2), 0, 1)], "rank 0 votes on a group that it is not in"),
             ([(PAIR, 0, 1), ((0, 2), 0, 1), ((0, 3), 0, 1)], "collectives on 3 process groups of this rank"),
             ([(WORLD, 0, 1), ((0, 2, 3), 0, 1)], "rank 0 has voted on 4 process groups"),
+            ([(PAIR, 0, 2**32)], "4294967295"),
         ]
         for spans, words in wrong:
             collectives = {_vocabulary.ProcessGroupId(ranks): number for ranks, _, number in spans}
-            for call in (lambda spans=spans: cast(zero, *spans), lambda c=collectives: zero.resolve(c)):
+            for call in (lambda s=spans: cast(zero, *s), lambda c=collectives: zero.vote(zero.resolve(c), A, 0)):
                 with pytest.raises(_vocabulary.HandshakeConfigError, match=words):
                     call()
         assert zero.bytes_sent == 0
@@ -592,6 +593,8 @@ class Rounds:
 
     def take(self, *arguments):
         self.told.append(("take", *arguments[:-1]))
+        if isinstance(self.replies, Exception):
+            raise self.replies
         return self.replies
 
     def drop_rank(self, rank, now):
@@ -607,8 +610,8 @@ class Rounds:
 
 @contextlib.contextmanager
 def looking_for_a_plan():
-    """Ranks 0 and 1 have voted on the world, in vain but partial; rank 2 is a peer. Gives the job, its extra, both ranks
-    with their votes, and the peer."""
+    """Ranks 0 and 1 wait in the world with different graphs, both partial. Gives the extra, these ranks, their votes,
+    and a peer that is rank 2."""
     with running(3) as job:
         rounds = job.server._extras[PLANS] = Rounds()
         zero, one = job.client(0), job.client(1)
@@ -617,11 +620,11 @@ def looking_for_a_plan():
         assert outcomes([zero, one], (PAIR, 0, 1)) == [FAT, FAT]
         assert [pending.outcome for pending in votes] == [0, 0], "held until all have voted"
         with peer:
-            yield job, rounds, [zero, one], votes, peer
+            yield rounds, [zero, one], votes, peer
 
 
 def test_partial_votes_are_held_until_all_have_voted_and_frames_of_extras_come_ahead_of_verdicts():
-    with looking_for_a_plan() as (job, rounds, clients, votes, peer):
+    with looking_for_a_plan() as (rounds, clients, votes, peer):
         peer.send(_protocol.encode_vote(7, PARTIAL, A, (0, 0, 1)))
         assert peer.receive() == _protocol.Extra(PLANS, 7, 1, b"start")
         detail, verdict = peer.receive(), peer.receive()
@@ -654,7 +657,7 @@ def test_partial_votes_are_held_until_all_have_voted_and_frames_of_extras_come_a
 
 
 def test_one_vote_that_is_not_partial_is_enough_for_an_ordinary_split():
-    with looking_for_a_plan() as (job, rounds, clients, votes, peer):
+    with looking_for_a_plan() as (rounds, clients, votes, peer):
         peer.send(_protocol.encode_vote(7, 0, A, (0, 0, 1)))
         assert isinstance(peer.receive(), _protocol.Detail) and peer.receive() == _protocol.Verdict(7, SPLIT)
         for client, pending in zip(clients, votes, strict=True):
@@ -665,7 +668,7 @@ def test_one_vote_that_is_not_partial_is_enough_for_an_ordinary_split():
 @pytest.mark.parametrize("when", ["before its verdict", "after its verdict"])
 def test_a_ticket_that_is_thrown_away_calls_the_plan_off(when):
     """Ahead of this rank's next vote: the others wait for it."""
-    with looking_for_a_plan() as (job, rounds, (zero, one), (pending, other), peer):
+    with looking_for_a_plan() as (rounds, (zero, one), (pending, other), peer):
         if when == "before its verdict":
             zero.give_up(pending)
         peer.send(_protocol.encode_vote(7, PARTIAL, A, (0, 0, 1)))
@@ -682,16 +685,22 @@ def test_a_ticket_that_is_thrown_away_calls_the_plan_off(when):
         one.give_up(other)
 
 
-def test_who_talks_about_a_plan_hears_of_a_lost_coordinator():
-    with looking_for_a_plan() as (job, rounds, (zero, one), (pending, _), peer):
+def test_who_talks_about_a_plan_hears_of_the_end_of_the_coordinator():
+    with looking_for_a_plan() as (rounds, (zero, _), (pending, _), peer):
         peer.send(_protocol.encode_vote(7, PARTIAL, A, (0, 0, 1)))
         assert answer(zero, pending) == SPLIT
         channel = _client.Channel(zero, pending, PLANS, PATIENCE_S)
         assert channel.receive() == (1, b"start")
         peer.sock.close()
-        until(lambda: ("drop_rank", 2) in rounds.told, "that the extra hears of a lost rank")
-        error, _ = together(channel.receive, lambda: until(lambda: not zero._nobody_reads()) and job.coordinator.close())
-        assert isinstance(error, _vocabulary.HandshakePeerLostError)
+        until(lambda: ("drop_rank", 2) in rounds.told, "the extra to hear of a lost rank")
+
+        def end():
+            until(lambda: not zero._nobody_reads())
+            rounds.replies = RuntimeError("an extra that fails")
+            _client.Channel(zero, pending, PLANS, PATIENCE_S).send(1, b"")
+
+        error, _ = together(channel.receive, end)
+        assert isinstance(error, _vocabulary.HandshakePeerLostError) and "an extra that fails" in str(error)
 
 
 # ---------------------------------------------------------------------- peers that break the protocol
@@ -891,6 +900,16 @@ def test_refusals_say_what_differs_and_whose_it_is():
         job.client(1)
         reason = refusal(job, 1)
         assert "two processes say that they are rank 1: h:1, which is connected, and somewhere:12345" in reason
+
+
+def test_a_stranger_can_not_write_lines_of_its_own_into_logs(caplog):
+    with running(timeout_s=0.15) as job:
+        zero = job.client(0)
+        assert "guessed" not in refusal(job, 1, "guessed", host="evil\nhandshake: all is well", pid="\x1b[2J")
+        pending = cast(zero, (PAIR, 0, 1))
+        assert answer(zero, pending) == TIMEOUT and "rank 1 (evil" in pending.facts["reason"]
+        for text in [pending.facts["reason"], *(record.getMessage() for record in caplog.records)]:
+            assert text.isprintable()
 
 
 @pytest.mark.parametrize("facts", [b"[1]", b"{", b"\xff", b"[" * 4000, b'{"a":' + b"9" * 4080 + b"}"])
