@@ -685,6 +685,29 @@ def test_a_ticket_that_is_thrown_away_calls_the_plan_off(when):
         one.give_up(other)
 
 
+def test_what_extras_say_comes_whole_and_in_order_while_another_thread_reads():
+    payloads = [b"%d" % turn for turn in range(1000)]
+
+    def serve(sock):
+        welcoming(at_vote=[_protocol.encode_verdict(1, SPLIT, PLAN)])(sock)
+        for payload in payloads:
+            sock.sendall(_protocol.encode(_protocol.Extra(PLANS, 1, 1, payload)))
+
+    with client_of(serve) as client:
+        pending, unanswered = cast(client, (PAIR, 0, 1)), cast(client, (PAIR, 1, 1))
+        assert answer(client, pending) == SPLIT
+        channel = _client.Channel(client, pending, PLANS, PATIENCE_S)
+
+        def receive_all():
+            try:
+                return [channel.receive() for _ in payloads]
+            finally:
+                client.close("done")
+
+        found, _ = together(receive_all, lambda: answer(client, unanswered))
+    assert found == [(1, payload) for payload in payloads]
+
+
 def test_who_talks_about_a_plan_hears_of_the_end_of_the_coordinator():
     with looking_for_a_plan() as (rounds, (zero, _), (pending, _), peer):
         peer.send(_protocol.encode_vote(7, PARTIAL, A, (0, 0, 1)))
