@@ -21,7 +21,6 @@ A port is never looked for, closed and bound again later: the listening socket t
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -39,8 +38,6 @@ else:
     import _vocabulary
     from _vocabulary import HandshakeConfigError, HandshakePeerLostError, HandshakeProtocolError, HandshakeStage
 
-logger = logging.getLogger("torch_tpu.handshake")
-
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
 ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
@@ -53,8 +50,9 @@ MAX_WORLD_SIZE = 2**20  # the protocol's bound
 BACKLOG = 8192  # all ranks may come while the coordinator is starting; the kernel caps it at net.core.somaxconn
 STORE_WAIT_S = 1.0  # one answer of the store; then the deadline is looked at, and it is asked again
 MAX_SESSION_BYTES = 200  # it is sent in every hello, which is small, and shown in messages
-# The names that hosts give to their own loopback addresses, up to the first dot.
-_LOOPBACK_NAMES = ("localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
+_STORE_KEY = "torch_tpu_handshake/coordinator/{}"
+# Addresses, and the names that hosts give to their own loopback addresses.
+_MEANS_LOOPBACK = re.compile(r"127[\d.]*|.*:.*|(ip6-)?(localhost[46]?|loopback)(\..*)?|.*\.localhost\.?", re.IGNORECASE)
 # Addresses of nobody's (RFC 5737, RFC 3849), which the default routes lead to. Nothing is sent there.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
@@ -94,68 +92,45 @@ class Endpoint(NamedTuple):
     session: str
 
 
-def _whole(value: Any, lowest: int, highest: int) -> int:
-    number = _vocabulary.whole_number(value, "", least=lowest, text=True)
-    return range(highest + 1)[number]
+def _whole(lowest: int, highest: int) -> Callable[[Any], int]:
+    return lambda value: range(highest + 1)[_vocabulary.whole_number(value, "", least=lowest, text=True)]
 
 
 def _seconds(value: Any) -> float:
-    seconds = -1.0 if isinstance(value, bool) else float(value)
-    if not 0.0 < seconds < float("inf"):
+    if isinstance(value, bool) or not 0.0 < float(value) < float("inf"):
         raise ValueError
-    return seconds
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value.encode().decode()  # what UTF-8 can't encode is not text
+    return float(value)
 
 
 def _host(value: Any) -> str:
-    host = _text(value).removeprefix("[").removesuffix("]")
+    host = str.strip(value, "[]")
     if not re.fullmatch(r"[\w.:%-]{1,253}", host):  # RFC 1035; addresses are shorter
         raise ValueError
     if ":" in host:
         socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-    return host.encode("idna") and host  # as a look-up does it
+    host.encode("idna")  # as a look-up does it
+    return host
 
 
-# By keyword: the field, the variable ("": none, or not read here), the default, what makes a value of what is given, or
-# raises, and what errors say that it must be.
+# By keyword: the field, the variable ("": not one that is read here), the default or what finds it, what makes the
+# setting of a value or raises, and what errors say that it must be.
 _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
-    "current_rank": ("rank", "RANK", None, lambda value: _whole(value, 0, MAX_WORLD_SIZE), "a whole number from 0 on"),
-    "coordinator_rank":
-        ("coordinator_rank", "", 0, lambda value: _whole(value, 0, MAX_WORLD_SIZE), "a whole number from 0 on"),
-    "world_size": ("world_size", "WORLD_SIZE", None, lambda value: _whole(value, 1, MAX_WORLD_SIZE),
-        f"a whole number from 1 to {MAX_WORLD_SIZE}"),
-    "host": ("host", ADDRESS_VARIABLE, "localhost", _host, "a valid host; use a name or an address, without a port"),
-    "port": ("port", PORT_VARIABLE, None, lambda value: _whole(value, 0, 65535),
-        "a valid port; use a whole number from 1 to 65535"),
-    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds,
-        "a valid timeout; use a positive number of seconds"),
-    "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False, {"raise": False, "split": True}.__getitem__,
-        "valid; use raise or split"),
-    "secret": ("secret", SECRET_VARIABLE, None, _text, "text that UTF-8 can encode"),
-    "stage": ("stage", "", None, lambda value: HandshakeStage.parse(value, ""),
-        f"a valid stage; use one of {', '.join(HandshakeStage.__members__)}"),
-    "groups": ("groups", "", None, _vocabulary.group_naming, 'a way to name groups; use "role" or "exact"'),
-    "debug": ("debug", DEBUG_VARIABLE, "", lambda value: value and os.path.abspath(os.fsdecode(value)),
-        "a valid folder"),
-    "coordinator": ("coordinator", "", "process", {"process": "process", "thread": "thread"}.__getitem__,
-        'valid; use "process" or "thread"'),
+    "current_rank": ("rank", "RANK", None, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
+    "coordinator_rank": ("coordinator_rank", "", 0, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
+    "world_size": ("world_size", "WORLD_SIZE", None, _whole(1, MAX_WORLD_SIZE), f"a whole number to {MAX_WORLD_SIZE}"),
+    "host": ("host", ADDRESS_VARIABLE, "localhost", _host, "a valid host: a name or an address, without a port"),
+    "port": ("port", PORT_VARIABLE, None, _whole(0, 65535), "a valid port: a whole number from 1 to 65535"),
+    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds, "a positive number of seconds"),
+    "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False,
+        {"raise": False, "split": True}.__getitem__, "raise or split"),
+    "secret": ("secret", SECRET_VARIABLE, None, lambda value: str.encode(value).decode(), "text that UTF-8 can encode"),
+    "stage": ("stage", "", HandshakeStage.from_env,
+        lambda value: HandshakeStage.parse(value, ""), f"a valid stage: {', '.join(HandshakeStage.__members__)}"),
+    "groups": ("groups", "", _vocabulary.group_naming, _vocabulary.group_naming, '"role" or "exact"'),
+    "debug": ("debug", DEBUG_VARIABLE, "", lambda value: value and os.path.abspath(os.fsdecode(value)), "a folder"),
+    "coordinator": ("coordinator", "", "process",
+        {"process": "process", "thread": "thread"}.__getitem__, '"process" or "thread"'),
 }  # fmt: skip
-
-
-def _parse(keyword: str, value: Any, source: str) -> Any:
-    """The setting of that keyword. Raises HandshakeConfigError naming `source`, the keyword or variable that gave it."""
-    *_, convert, valid = _SETTINGS[keyword]
-    try:
-        return convert(value)
-    except (LookupError, OSError, OverflowError, TypeError, ValueError) as error:
-        kind = _vocabulary.HandshakeTypeError if isinstance(error, TypeError) else HandshakeConfigError
-        shown = source if keyword == "secret" else f"{source}={_vocabulary.shorten(repr(value))}"
-        raise kind(f"{shown} is not {valid}") from None
 
 
 class Settings(NamedTuple):
@@ -180,21 +155,24 @@ class Settings(NamedTuple):
     def resolve(cls, given: Mapping[str, Any]) -> "Settings":
         """Each setting: as given by keyword (None: it is not), else by its variable, else the default. Rank and world
         size are torch.distributed's before the variables'. Raises HandshakeConfigError."""
-        given = {keyword: value for keyword, value in given.items() if value is not None}
-        uses_store = "host" not in given and "port" not in given
-        values = {"port_source": "port" if "port" in given else PORT_VARIABLE, "uses_store": uses_store}
-        distributed = torch_distributed()
-        if distributed is not None:
-            given = {"current_rank": distributed.get_rank(), "world_size": distributed.get_world_size()} | given
+        known = {keyword: value for keyword, value in given.items() if value is not None}
+        values: dict[str, Any] = {
+            "port_source": "port" if "port" in known else PORT_VARIABLE,
+            "uses_store": "host" not in known and "port" not in known,
+        }
+        if (distributed := torch_distributed()) is not None:
+            known = {"current_rank": distributed.get_rank(), "world_size": distributed.get_world_size(), **known}
         for keyword, (field, variable, default, *_) in _SETTINGS.items():
-            source = keyword if keyword in given else variable
-            value = given.get(keyword, os.environ.get(variable) or None)
-            values[field] = default if value is None else _parse(keyword, value, source)
-            if values[field] is None and field in ("rank", "world_size"):
+            if keyword in known:
+                values[field] = _parse(keyword, known[keyword], keyword)
+            elif os.environ.get(variable):
+                values[field] = _parse(keyword, os.environ[variable], variable)
+            else:
+                values[field] = default() if callable(default) else default
+        for keyword, variable in (("current_rank", "RANK"), ("world_size", "WORLD_SIZE")):
+            if values[_SETTINGS[keyword][0]] is None:
                 how = f"initialise torch.distributed, set {variable}, or pass Handshake({keyword}=…)"
                 raise HandshakeConfigError(f"{keyword} is not known: {how}")
-        values["stage"] = values["stage"] or HandshakeStage.from_env()
-        values["groups"] = values["groups"] or _vocabulary.group_naming()
         settings = cls(**values)
         for keyword, rank in (("current_rank", settings.rank), ("coordinator_rank", settings.coordinator_rank)):
             if rank >= settings.world_size:
@@ -205,10 +183,8 @@ class Settings(NamedTuple):
         """Raises HandshakeConfigError where something is given that is not as in these, the open handshake's."""
         for keyword, value in given.items():
             if value is not None and _parse(keyword, value, keyword) != getattr(self, _SETTINGS[keyword][0]):
-                raise HandshakeConfigError(
-                    f"rank {self.rank} has a handshake open already, with another {keyword}. One process has one: give "
-                    f"{keyword} when it is made first, or close() that one first"
-                )
+                text = f"rank {self.rank} has a handshake open already, with another {keyword}. One process has one"
+                raise HandshakeConfigError(f"{text}: give {keyword} when it is made first, or close() that one first")
 
     def store(self) -> Any:
         """The job's store, or None."""
@@ -216,45 +192,62 @@ class Settings(NamedTuple):
         return None if distributed is None else distributed.distributed_c10d._get_default_store()
 
 
+def _parse(keyword: str, value: Any, source: str) -> Any:
+    """Raises HandshakeConfigError, which names `source`: the keyword or the variable that gave the value."""
+    *_, convert, valid = _SETTINGS[keyword]
+    try:
+        return convert(value)
+    except (LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        kind = _vocabulary.HandshakeTypeError if isinstance(error, TypeError) else HandshakeConfigError
+        shown = source if keyword == "secret" else f"{source}={_vocabulary.shorten(repr(value))}"
+        raise kind(f"{shown} is not {valid}") from None
+
+
 def select_handshake_port(settings: Settings) -> tuple[socket.socket, Endpoint]:
-    """On the coordinator rank: listens, and tells the other ranks where through the store, if there is one. An explicit
-    port is bound as it is; else, with a store, the kernel picks a free one; else it is `DEFAULT_PORT`.
-
-    Returns:
-        The listening socket, and what the other ranks need to reach it.
-
-    Raises:
-        HandshakeConfigError: the port is taken, or can't be bound.
-        HandshakePeerLostError: the store failed.
-    """
+    """On the coordinator rank: the listening socket, and what the other ranks need to reach it, which is published if
+    the job has a store. An explicit port is bound as it is; else, with a store, the kernel picks a free one; else it is
+    `DEFAULT_PORT`. Raises HandshakeConfigError: it can't be bound; HandshakePeerLostError: the store failed."""
     store = settings.store()
     master = settings.host if store is None else _master(store)
-    only_here = _is_for_this_host(settings, master, store is not None)
+    address = loopback_address(settings.host) if _is_for_this_host(settings, master, store is not None) else ""
     port = settings.port if settings.port is not None else DEFAULT_PORT if store is None else 0
-    listener = _listen(loopback_address(settings.host) if only_here else "", port, settings.port_source)
-    address, port = listener.getsockname()[:2]
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        how = f"{settings.port_source} to a free port, the same on all ranks. With torch.distributed it can stay unset"
+        if error.errno == errno.EADDRNOTAVAIL:
+            how = f"{ADDRESS_VARIABLE} to an address that this host has, which {address} is not"
+        reason = os.strerror(error.errno or 0)
+        raise HandshakeConfigError(f"handshake port {port} can't be used on this host ({reason}): set {how}") from error
+    port = listener.getsockname()[1]
     if store is None:
-        if not _resolve(settings.host):
-            text = "handshake: %s, by which the ranks are to reach this one, leads nowhere on this host: check %s"
-            logger.warning(text, settings.host, ADDRESS_VARIABLE)
         return listener, _agreed_endpoint(settings, port)
-    hosts = [address] if only_here else _ways_here(master)
+    hosts = [address] if address else _ways_here(master)
     secret = secrets.token_hex(16) if settings.secret is None else settings.secret
     endpoint = Endpoint(tuple(host for host in hosts if host), port, secret, secrets.token_hex(8))
     try:
-        _publish(settings, store, endpoint, hosts)
+        publish_late(settings, endpoint, hosts)
     except HandshakePeerLostError:
         listener.close()
         raise
     return listener, endpoint
 
 
-def publish_late(settings: Settings, endpoint: Endpoint) -> bool:
-    """Publishes a coordinator that was started before the job had a store. Returns whether it has one now. Raises
-    HandshakePeerLostError: the store failed."""
+def publish_late(settings: Settings, endpoint: Endpoint, hosts: Sequence[str | None] = ()) -> bool:
+    """Publishes a coordinator if the job has a store, which it may not have had when the coordinator was started, and
+    returns whether it has. `hosts`: in the place of the endpoint's; None stands for the master, as each rank knows it.
+    Raises HandshakePeerLostError: the store failed."""
     store = settings.store()
     if store is not None:
-        _publish(settings, store, endpoint, endpoint.hosts)
+        published = {**endpoint._asdict(), "hosts": hosts or endpoint.hosts}
+        if settings.secret is not None:
+            published["secret"] = None  # all ranks were told
+        try:
+            store.set(_STORE_KEY.format(settings.coordinator_rank), json.dumps(published))
+        except Exception as error:  # a store may be any class of the user's
+            raise _store_failed(error, None) from error
     return store is not None
 
 
@@ -266,31 +259,41 @@ def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
         HandshakeProtocolError: what is published is not what this release publishes.
         HandshakeConfigError: port 0 was given where nobody says what the kernel picked.
     """
-    store = settings.store()
+    store, rank = settings.store(), settings.coordinator_rank
     if store is None and settings.port == 0:
-        raise HandshakeConfigError(
-            f"port 0 (from {settings.port_source}) is for the coordinator, rank {settings.coordinator_rank}; "
-            f"the other ranks need the port that it was given (Handshake.address on that rank)"
-        )
+        how = "the other ranks need the port that it was given (Handshake.address on that rank)"
+        raise HandshakeConfigError(f"port 0 (from {settings.port_source}) is for the coordinator, rank {rank}; {how}")
     if store is None:
         return _agreed_endpoint(settings, DEFAULT_PORT if settings.port is None else settings.port)
-    text = _published(settings, store, deadline)
+    text, key = None, _STORE_KEY.format(rank)
+    while text is None:
+        attempt = Deadline(max(0.01, min(STORE_WAIT_S, deadline.remaining())))
+        try:
+            store.wait([key], timedelta(seconds=attempt.seconds))
+            text = store.get(key)
+        except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
+            left = attempt.remaining()
+            time.sleep(left)
+            if not deadline.remaining() and left > attempt.seconds / 2:  # it did not wait for as long as it was told to
+                raise _store_failed(error, deadline.seconds) from error
+            if not deadline.remaining():
+                what = f"the coordinator, rank {rank}, has not published its address within {deadline.seconds:.1f} s"
+                how = "make a Handshake() on that rank too, which starts the coordinator"
+                raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=deadline.seconds) from error
     try:
         published = json.loads(text)
         hosts = dict.fromkeys(host or _master(store) for host in published["hosts"])
         secret = settings.secret if published["secret"] is None else published["secret"]
-        port = int(published["port"])
-        return Endpoint(tuple(host for host in hosts if host), port, secret or "", published["session"])
+        port, session = int(published["port"]), published["session"]
+        return Endpoint(tuple(host for host in hosts if host), port, secret or "", session)
     except (ValueError, KeyError, TypeError) as error:
-        raise HandshakeProtocolError(
-            f"what the job's store holds under {_store_key(settings)} does not describe a coordinator "
-            f"({_vocabulary.shorten(repr(text))}): install the same release on all hosts"
-        ) from error
+        what = f"what the job's store holds under {key} does not describe a coordinator"
+        how = "install the same release on all hosts"
+        raise HandshakeProtocolError(f"{what} ({_vocabulary.shorten(repr(text))}): {how}") from error
 
 
 def _agreed_endpoint(settings: Settings, port: int) -> Endpoint:
-    """Without a store. The session tells jobs apart that share a machine: the launcher's names for this one, shortened
-    to what can be sent."""
+    """Where there is no store. The session tells jobs apart that share a machine, by the launcher's names for them."""
     session = "/".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
     data = session.encode("utf-8", "surrogatepass")
     if len(data) > MAX_SESSION_BYTES or not session.isprintable():
@@ -298,54 +301,11 @@ def _agreed_endpoint(settings: Settings, port: int) -> Endpoint:
     return Endpoint((settings.host,), port, settings.secret or "", session)
 
 
-def _store_key(settings: Settings) -> str:
-    return f"torch_tpu_handshake/coordinator/{settings.coordinator_rank}"
-
-
-def _publish(settings: Settings, store: Any, endpoint: Endpoint, hosts: Sequence[str | None]) -> None:
-    """None among `hosts` stands for the master, as each rank knows it. A secret of the user's own is not published."""
-    secret = endpoint.secret if settings.secret is None else None
-    try:
-        store.set(_store_key(settings), json.dumps({**endpoint._asdict(), "hosts": hosts, "secret": secret}))
-    except Exception as error:  # a store may be any class of the user's
-        raise _store_failed(settings, error, None) from error
-
-
-def _published(settings: Settings, store: Any, deadline: Deadline) -> Any:
-    """What the coordinator has put into the store, waited for until the deadline."""
-    while True:
-        attempt = Deadline(max(0.01, min(STORE_WAIT_S, deadline.remaining())))
-        try:
-            store.wait([_store_key(settings)], timedelta(seconds=attempt.seconds))
-            return store.get(_store_key(settings))
-        except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
-            # One that has waited for as long as it was told to has not failed.
-            left = attempt.remaining()
-            time.sleep(left)
-            if deadline.remaining():
-                continue
-            if left > attempt.seconds / 2:
-                raise _store_failed(settings, error, deadline.seconds) from error
-            rank, seconds = settings.coordinator_rank, deadline.seconds
-            raise HandshakePeerLostError(
-                f"the coordinator, rank {rank}, has not published its address within {seconds:.1f} s: make a "
-                f"Handshake() on that rank too, which starts the coordinator ({_first_line(error)})",
-                ranks=[rank],
-                seconds=seconds,
-            ) from error
-
-
-def _store_failed(settings: Settings, error: Exception, seconds: float | None) -> HandshakePeerLostError:
-    return HandshakePeerLostError(
-        f"the job's store failed, through which rank {settings.coordinator_rank} tells where the handshake's "
-        f"coordinator is: {_first_line(error)}. Its server, in most jobs in the process of rank 0 or in the launcher, "
-        f"is gone or not reachable any more: look at that process",
-        seconds=seconds,
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return _vocabulary.shorten((str(error).splitlines() or [type(error).__name__])[0], 300)
+def _store_failed(error: Exception, seconds: float | None) -> HandshakePeerLostError:
+    line = _vocabulary.shorten((str(error).splitlines() or [type(error).__name__])[0], 300)
+    what = f"the job's store failed, through which the handshake's coordinator is found: {line}"
+    how = "Its server, in most jobs in the process of rank 0 or in the launcher, may be gone: look at that process"
+    return HandshakePeerLostError(f"{what}. {how}", seconds=seconds)
 
 
 def _master(store: Any) -> str | None:
@@ -357,21 +317,6 @@ def _master(store: Any) -> str | None:
     return host.strip("[]") if isinstance(host, str) and host else None
 
 
-def _listen(address: str, port: int, source: str) -> socket.socket:
-    """Listens at an address of this host; "": at all of them."""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        if error.errno == errno.EADDRNOTAVAIL:
-            how = f"{ADDRESS_VARIABLE} to an address that this host has, other than {address}"
-        else:
-            how = f"{source} to a free port, the same on all ranks. With torch.distributed initialised it can stay unset: a free one is found then"
-        raise HandshakeConfigError(f"handshake port {port} can't be used on this host ({reason}): set {how}") from error
-
-
 def _is_for_this_host(settings: Settings, master: str | None, has_store: bool) -> bool:
     """Whether only ranks on this host are to reach the coordinator; see the module's docstring."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
@@ -380,9 +325,7 @@ def _is_for_this_host(settings: Settings, master: str | None, has_store: bool) -
         return on_one_host
     if master is None or not all(map(_is_loopback, _resolve(master))):
         return False
-    name = master.lower().rstrip(".")
-    means_loopback = name.partition(".")[0] in _LOOPBACK_NAMES or name.endswith(".localhost")
-    return means_loopback or on_one_host or bool(_resolve(master, socket.AI_NUMERICHOST))
+    return on_one_host or _MEANS_LOOPBACK.fullmatch(master) is not None
 
 
 def loopback_address(host: str) -> str:
@@ -394,13 +337,13 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _resolve(host: str, flags: int = 0) -> list[str]:
+def _resolve(host: str) -> list[str]:
     """The addresses that `host` leads to, IPv4 first; none if there are none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return []
-    addresses = dict.fromkeys(str(address[0]).removeprefix("::ffff:") for *_, address in found)
+    addresses = {str(address[0]).removeprefix("::ffff:"): None for *_, address in found}
     return sorted(addresses, key=lambda address: ":" in address)
 
 
