@@ -4,11 +4,11 @@
 Where `torch.distributed` is initialised, the coordinator publishes all of it in the job's store, so that several jobs
 on one machine never meet. Without a store the address is `MASTER_ADDR` and the port an agreed one.
 
-**Which address.** A name means what it means on the host that looks it up: localhost is everywhere another machine, and
-many a host's own name is 127.0.1.1 there. So the coordinator can't tell how others name its host. Without a store all
-ranks use the address that they were given. With one, every rank has found one place already, the *master*: the store's
-server, or `MASTER_ADDR` where the store has none. If the coordinator is on the master's host, it publishes this, for
-each rank to use the name that it knows; then the addresses from which its host would send to others, then its name.
+**Which address.** A name means what it means on the host that looks it up: many a host's own name is 127.0.1.1 there.
+So the coordinator can't tell how others name its host. Without a store all ranks use the address that they were given.
+With one, every rank has found one place already, the *master*: the store's server, or `MASTER_ADDR` where the store has
+none. If the coordinator is on the master's host, it publishes this, for each rank to use the name that it knows; then
+the addresses from which its host would send to others, then its host's name. The ranks try them in this order.
 
 **Whom it listens to.** This host alone, if the launcher says that all ranks are on it (`LOCAL_WORLD_SIZE` is the
 world's size), or if it says nothing and the master is localhost or a loopback address: no other host could have found
@@ -18,6 +18,7 @@ Otherwise all interfaces; also where a name leads to a loopback address here, si
 A port is never looked for, closed and bound again later: the listening socket that found it is the one that is used.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -55,6 +56,7 @@ _STORE_KEY = "torch_tpu_handshake/coordinator/{}"
 _MEANS_LOOPBACK = re.compile(r"127[\d.]*|.*:.*|(ip6-)?(localhost[46]?|loopback)(\..*)?|.*\.localhost\.?", re.IGNORECASE)
 # Addresses of nobody's (RFC 5737, RFC 3849), which the default routes lead to. Nothing is sent there.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
+_REQUIRED = object()
 
 
 def torch_distributed() -> Any:
@@ -115,12 +117,13 @@ def _host(value: Any) -> str:
 # By keyword: the field, the variable ("": not one that is read here), the default or what finds it, what makes the
 # setting of a value or raises, and what errors say that it must be.
 _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
-    "current_rank": ("rank", "RANK", None, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
+    "current_rank": ("rank", "RANK", _REQUIRED, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
     "coordinator_rank": ("coordinator_rank", "", 0, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
-    "world_size": ("world_size", "WORLD_SIZE", None, _whole(1, MAX_WORLD_SIZE), f"a whole number to {MAX_WORLD_SIZE}"),
+    "world_size": ("world_size", "WORLD_SIZE", _REQUIRED, _whole(1, MAX_WORLD_SIZE), "a whole number from 1 to 2**20"),
     "host": ("host", ADDRESS_VARIABLE, "localhost", _host, "a valid host: a name or an address, without a port"),
     "port": ("port", PORT_VARIABLE, None, _whole(0, 65535), "a valid port: a whole number from 1 to 65535"),
-    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds, "a positive number of seconds"),
+    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds,
+        "a valid timeout: a positive number of seconds"),
     "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False,
         {"raise": False, "split": True}.__getitem__, "raise or split"),
     "secret": ("secret", SECRET_VARIABLE, None, lambda value: str.encode(value).decode(), "text that UTF-8 can encode"),
@@ -156,10 +159,8 @@ class Settings(NamedTuple):
         """Each setting: as given by keyword (None: it is not), else by its variable, else the default. Rank and world
         size are torch.distributed's before the variables'. Raises HandshakeConfigError."""
         known = {keyword: value for keyword, value in given.items() if value is not None}
-        values: dict[str, Any] = {
-            "port_source": "port" if "port" in known else PORT_VARIABLE,
-            "uses_store": "host" not in known and "port" not in known,
-        }
+        port_source = "port" if "port" in known else PORT_VARIABLE
+        values: dict[str, Any] = {"port_source": port_source, "uses_store": not known.keys() & {"host", "port"}}
         if (distributed := torch_distributed()) is not None:
             known = {"current_rank": distributed.get_rank(), "world_size": distributed.get_world_size(), **known}
         for keyword, (field, variable, default, *_) in _SETTINGS.items():
@@ -167,12 +168,11 @@ class Settings(NamedTuple):
                 values[field] = _parse(keyword, known[keyword], keyword)
             elif os.environ.get(variable):
                 values[field] = _parse(keyword, os.environ[variable], variable)
-            else:
-                values[field] = default() if callable(default) else default
-        for keyword, variable in (("current_rank", "RANK"), ("world_size", "WORLD_SIZE")):
-            if values[_SETTINGS[keyword][0]] is None:
+            elif default is _REQUIRED:
                 how = f"initialise torch.distributed, set {variable}, or pass Handshake({keyword}=…)"
                 raise HandshakeConfigError(f"{keyword} is not known: {how}")
+            else:
+                values[field] = default() if callable(default) else default
         settings = cls(**values)
         for keyword, rank in (("current_rank", settings.rank), ("coordinator_rank", settings.coordinator_rank)):
             if rank >= settings.world_size:
@@ -216,11 +216,13 @@ def select_handshake_port(settings: Settings) -> tuple[socket.socket, Endpoint]:
     try:
         listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        how = f"{settings.port_source} to a free port, the same on all ranks. With torch.distributed it can stay unset"
+        what, how = f"port {port}", f"{settings.port_source} to a free port, the same on all ranks"
         if error.errno == errno.EADDRNOTAVAIL:
-            how = f"{ADDRESS_VARIABLE} to an address that this host has, which {address} is not"
+            what, how = f"address {address}", f"host or {ADDRESS_VARIABLE} to an address that this host has"
+        elif store is not None:
+            how += ", or leave it unset: a free one is picked then"
         reason = os.strerror(error.errno or 0)
-        raise HandshakeConfigError(f"handshake port {port} can't be used on this host ({reason}): set {how}") from error
+        raise HandshakeConfigError(f"handshake {what} can't be used on this host ({reason}): set {how}") from error
     port = listener.getsockname()[1]
     if store is None:
         return listener, _agreed_endpoint(settings, port)
@@ -265,28 +267,28 @@ def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
         raise HandshakeConfigError(f"port 0 (from {settings.port_source}) is for the coordinator, rank {rank}; {how}")
     if store is None:
         return _agreed_endpoint(settings, DEFAULT_PORT if settings.port is None else settings.port)
-    text, key = None, _STORE_KEY.format(rank)
-    while text is None:
+    key = _STORE_KEY.format(rank)
+    while True:
         attempt = Deadline(max(0.01, min(STORE_WAIT_S, deadline.remaining())))
         try:
             store.wait([key], timedelta(seconds=attempt.seconds))
             text = store.get(key)
+            break
         except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
             left = attempt.remaining()
             time.sleep(left)
-            if not deadline.remaining() and left > attempt.seconds / 2:  # it did not wait for as long as it was told to
+            if not deadline.remaining() and left > attempt.seconds / 2:
                 raise _store_failed(error, deadline.seconds) from error
-            if not deadline.remaining():
+            if not deadline.remaining():  # the store waited for as long as it was told to
                 what = f"the coordinator, rank {rank}, has not published its address within {deadline.seconds:.1f} s"
                 how = "make a Handshake() on that rank too, which starts the coordinator"
                 raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=deadline.seconds) from error
     try:
-        published = json.loads(text)
-        hosts = dict.fromkeys(host or _master(store) for host in published["hosts"])
-        secret = settings.secret if published["secret"] is None else published["secret"]
-        port, session = int(published["port"]), published["session"]
-        return Endpoint(tuple(host for host in hosts if host), port, secret or "", session)
-    except (ValueError, KeyError, TypeError) as error:
+        published = Endpoint(**json.loads(text))
+        hosts = dict.fromkeys(_master(store) if host is None else host for host in published.hosts)
+        secret = (settings.secret or "") if published.secret is None else published.secret
+        return published._replace(hosts=tuple(host for host in hosts if host), secret=secret)
+    except (ValueError, TypeError) as error:
         what = f"what the job's store holds under {key} does not describe a coordinator"
         how = "install the same release on all hosts"
         raise HandshakeProtocolError(f"{what} ({_vocabulary.shorten(repr(text))}): {how}") from error
@@ -309,8 +311,7 @@ def _store_failed(error: Exception, seconds: float | None) -> HandshakePeerLostE
 
 
 def _master(store: Any) -> str | None:
-    """The host that every rank of a job with a store knows its way to, as this rank names it; None: there is none, as
-    where the store is a file."""
+    """The host that every rank of a job with a store has found, as this rank names it; None for a store in a file."""
     while hasattr(store, "underlying_store"):  # it only puts a prefix to keys
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get(ADDRESS_VARIABLE)
@@ -350,20 +351,15 @@ def _resolve(host: str) -> list[str]:
 def _ways_here(master: str | None) -> list[str | None]:
     """What leads the job's ranks to this host, best first. None: the master's address, as each rank knows it."""
     targets = _resolve(master) if master else []
-    sources = {target: _source_towards(target) for target in (*targets, *_ANYWHERE)}
-    # From here to here the kernel sends from the very address that it sends to, or from a loopback address.
-    is_master = any(sources[target] == target or _is_loopback(sources[target]) for target in targets)
-    own = [source for source in dict.fromkeys(sources.values()) if source and not _is_loopback(source)]
-    names = [name for name in (socket.gethostname(),) if _resolve(name)]
-    return [*([None] if is_master else []), *own, *names, *([] if own else ["127.0.0.1"])]
-
-
-def _source_towards(target: str) -> str:
-    """The address from which this host would send to `target`; "" if there is none, or none that others could reach."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    sources = {}  # by target, the address from which this host would send there
+    for target in (*targets, *_ANYWHERE):
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 1))  # sends nothing: the kernel only chooses the route
-            source = str(probe.getsockname()[0])
-    except OSError:
-        return ""
-    return "" if source.startswith("fe80:") else source  # a link's own, which means nothing elsewhere
+            sources[target] = str(probe.getsockname()[0])
+    # From here to here the kernel sends from the very address that it sends to, or from a loopback address.
+    is_master = any(sources.get(target) == target or _is_loopback(sources.get(target, "")) for target in targets)
+    # What begins with fe80 is a link's own, which means nothing elsewhere.
+    own = [source for source in sources.values() if not _is_loopback(source) and not source.startswith("fe80:")]
+    names = [name for name in (socket.gethostname(),) if _resolve(name)]
+    return [*([None] if is_master else []), *dict.fromkeys(own), *names, *([] if own else ["127.0.0.1"])]
