@@ -54,7 +54,7 @@ MAX_SESSION_BYTES = 200  # it is sent in every hello, which is small, and shown 
 _STORE_KEY = "torch_tpu_handshake/coordinator/{}"
 # Addresses, and the names that hosts give to their own loopback addresses.
 _MEANS_LOOPBACK = re.compile(r"127[\d.]*|.*:.*|(ip6-)?(localhost[46]?|loopback)(\..*)?|.*\.localhost\.?", re.IGNORECASE)
-# Addresses of nobody's (RFC 5737, RFC 3849), which the default routes lead to. Nothing is sent there.
+# Addresses that nobody has (RFC 5737, RFC 3849), which the default routes lead to. Nothing is sent there.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _REQUIRED = object()
 
@@ -117,13 +117,12 @@ def _host(value: Any) -> str:
 # By keyword: the field, the variable ("": not one that is read here), the default or what finds it, what makes the
 # setting of a value or raises, and what errors say that it must be.
 _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
-    "current_rank": ("rank", "RANK", _REQUIRED, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
-    "coordinator_rank": ("coordinator_rank", "", 0, _whole(0, MAX_WORLD_SIZE), "a whole number from 0 on"),
+    "current_rank": ("rank", "RANK", _REQUIRED, _whole(0, sys.maxsize - 1), "a whole number from 0 on"),
+    "coordinator_rank": ("coordinator_rank", "", 0, _whole(0, sys.maxsize - 1), "a whole number from 0 on"),
     "world_size": ("world_size", "WORLD_SIZE", _REQUIRED, _whole(1, MAX_WORLD_SIZE), "a whole number from 1 to 2**20"),
     "host": ("host", ADDRESS_VARIABLE, "localhost", _host, "a valid host: a name or an address, without a port"),
     "port": ("port", PORT_VARIABLE, None, _whole(0, 65535), "a valid port: a whole number from 1 to 65535"),
-    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds,
-        "a valid timeout: a positive number of seconds"),
+    "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds, "a valid timeout: seconds, more than 0"),
     "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False,
         {"raise": False, "split": True}.__getitem__, "raise or split"),
     "secret": ("secret", SECRET_VARIABLE, None, lambda value: str.encode(value).decode(), "text that UTF-8 can encode"),
@@ -243,9 +242,8 @@ def publish_late(settings: Settings, endpoint: Endpoint, hosts: Sequence[str | N
     Raises HandshakePeerLostError: the store failed."""
     store = settings.store()
     if store is not None:
-        published = {**endpoint._asdict(), "hosts": hosts or endpoint.hosts}
-        if settings.secret is not None:
-            published["secret"] = None  # all ranks were told
+        secret = endpoint.secret if settings.secret is None else None  # a user's own is told to all ranks
+        published = endpoint._asdict() | {"hosts": hosts or endpoint.hosts, "secret": secret}
         try:
             store.set(_STORE_KEY.format(settings.coordinator_rank), json.dumps(published))
         except Exception as error:  # a store may be any class of the user's
@@ -254,13 +252,9 @@ def publish_late(settings: Settings, endpoint: Endpoint, hosts: Sequence[str | N
 
 
 def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
-    """On every other rank: where the coordinator listens, from the store if there is one.
-
-    Raises:
-        HandshakePeerLostError: the coordinator did not publish itself by the deadline, or the store failed until then.
-        HandshakeProtocolError: what is published is not what this release publishes.
-        HandshakeConfigError: port 0 was given where nobody says what the kernel picked.
-    """
+    """On every other rank: where the coordinator listens, from the store if there is one. Raises HandshakeConfigError:
+    port 0 was given, and nobody says what the kernel picked; HandshakePeerLostError: the coordinator did not publish
+    itself by the deadline, or the store failed until then; HandshakeProtocolError: another release published itself."""
     store, rank = settings.store(), settings.coordinator_rank
     if store is None and settings.port == 0:
         how = "the other ranks need the port that it was given (Handshake.address on that rank)"
