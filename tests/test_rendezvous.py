@@ -191,6 +191,11 @@ def test_a_keyword_goes_before_the_variable_and_the_variable_before_the_default(
     assert getattr(Settings.resolve({**ENOUGH, **rest}), field) == getattr(default, field) != value
 
 
+def test_a_folder_of_no_name_is_none(monkeypatch, no_job):
+    monkeypatch.setenv(_rendezvous.DEBUG_VARIABLE, "somewhere")
+    assert resolved("debug", "") == ""
+
+
 def test_the_ranks_of_torch_distributed_go_before_the_launchers(in_job, monkeypatch):
     in_job(Store())
     monkeypatch.setenv("RANK", "7")
@@ -394,10 +399,12 @@ def test_a_deadline(monkeypatch):
 # ---------------------------------------------------------------------- without a store
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "127.0.0.2", "127.1", "::1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.0.1.1", "127.0.0.2", "127.1", "::1", "::ffff:127.0.0.1"]
+)
 @pytest.mark.parametrize("launcher", [None, "1", "2"])
 def test_a_loopback_address_is_reached_as_it_is_given_and_by_no_other_host(host, launcher, monkeypatch, no_job):
-    skip_without_ipv6([host])
+    skip_without_ipv6(["::1"] if ":" in host else [])
     if launcher:
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", launcher)
@@ -447,6 +454,42 @@ def test_a_name_that_leads_nowhere_here_may_lead_here_from_elsewhere(names, no_j
         assert endpoint.hosts == ("node0",)
         assert not is_loopback(listener)
         assert reaches("127.0.0.1", listener)
+
+
+def test_localhost_is_an_ipv4_address_where_it_is_both(names, no_job):
+    """Many a container lists ::1 and has no IPv6."""
+    names["localhost"] = ["::1", "127.0.0.1"]
+    listener, _ = _rendezvous.select_handshake_port(settings())
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_ports_that_nobody_chose(in_job, no_job):
+    """Without a store an agreed one; with one, the kernel's, so that jobs on one machine never meet."""
+    unset = settings()._replace(port=None)
+    assert _rendezvous.find_endpoint(unset, Deadline(5.0)).port == _rendezvous.DEFAULT_PORT
+    in_job(Store("localhost"))
+    listener, own = _rendezvous.select_handshake_port(unset)
+    with listener:
+        assert own.port == listener.getsockname()[1] != _rendezvous.DEFAULT_PORT
+
+
+def test_port_zero_is_for_the_coordinator(no_job):
+    with pytest.raises(ConfigError, match=r"^port 0 \(from port\) .* rank 0; the other ranks need the port"):
+        _rendezvous.find_endpoint(settings(), Deadline(5.0))
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_port_that_is_taken(has_store, in_job, no_job):
+    if has_store:
+        in_job(Store("localhost"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as raised:
+            _rendezvous.select_handshake_port(settings(port=port))
+    text = str(raised.value)
+    assert text.startswith(f"handshake port {port} can't be used on this host (Address already in use): set port to a")
+    assert text.endswith("or leave it unset: a free one is picked then") is has_store
 
 
 def test_an_address_that_this_host_does_not_have(monkeypatch, no_job):
@@ -509,6 +552,17 @@ def test_each_rank_goes_to_the_masters_host_by_the_name_that_it_knows(names, in_
     assert "node0" not in own.hosts, "who is told this address need not know that name"
     in_job(Store("10.1.2.3", contents=store.contents))
     assert _rendezvous.find_endpoint(settings(), Deadline(5.0)).hosts == ("10.1.2.3", *own.hosts)
+
+
+def test_a_host_without_a_network_and_a_name_is_reached_from_itself(names, in_job, monkeypatch):
+    names["nowhere"] = []
+    in_job(Store())
+    monkeypatch.setattr(_rendezvous, "_ANYWHERE", ())
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere")
+    listener, own = _rendezvous.select_handshake_port(settings())
+    with listener:
+        assert own.hosts == ("127.0.0.1",)
+        assert reaches("127.0.0.1", listener)
 
 
 def test_the_server_of_a_real_store_is_found():
