@@ -77,6 +77,7 @@ class Line:
 
 
 _NO_FACTS: dict[str, Any] = {}
+_NO_MAIL = _protocol.Extra(0, 0, 0, b"")
 
 
 class PendingVote:
@@ -127,7 +128,7 @@ class Channel:
         pending = self._pending
         pending.is_ready = bool(pending.mail)
         self._client.wait(pending, time.monotonic() + self._wait_s)
-        message, *pending.mail = pending.mail or ()
+        message, *pending.mail = pending.mail or [_NO_MAIL]
         return message.step, message.payload
 
     def close(self) -> None:
@@ -279,8 +280,8 @@ class Client:
     def _wait_for_turn(
         self, takes: list[tuple[Line, int, int]], eager: Mapping[Line, int]
     ) -> tuple[list[tuple[Line, int, int]], str]:
-        """Waits a moment while positions before these are neither voted on nor recorded as eager. Returns those that are
-        not in a gap that was given up before, and what became of the others."""
+        """Waits a moment while positions before these are neither voted on nor recorded as eager. Returns those that
+        are not in a gap that was given up before, and what became of the others."""
 
         def gaps() -> list[tuple[Line, int]]:
             return [
@@ -418,18 +419,24 @@ class Client:
     def is_connected(self) -> bool:
         return self._sock is not None
 
-    def take_over(self, sock: socket.socket, decoder: _protocol.Decoder, messages: list[_protocol.Message]) -> None:
+    def take_over(
+        self,
+        sock: socket.socket,
+        decoder: _protocol.Decoder,
+        welcome: _protocol.Welcome,
+        messages: list[_protocol.Message],
+    ) -> None:
         """Goes on with a socket on which the coordinator has let this rank in: its welcome, and what came with it."""
         # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
         sock.settimeout(None)
         for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
-        self.coordinator = messages[0][0]
+        self.coordinator = welcome.facts
         self._decoder = decoder
         with self.lock:
             self._raise_failure()
             self._sock = sock
-        for message in messages[1:]:
+        for message in messages:
             self._handle(message)
 
     def send(self, data: bytes) -> None:
@@ -581,7 +588,7 @@ def _addresses(endpoint: "Endpoint", failures: list[str]) -> Iterator[tuple[str,
 
 def _greet(
     sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
-) -> tuple[_protocol.Decoder, list[_protocol.Message]]:
+) -> tuple[_protocol.Decoder, _protocol.Welcome, list[_protocol.Message]]:
     """Connects a socket and says who this rank is; the answer is a welcome, perhaps with more behind it. Raises OSError
     where nobody answers, HandshakeProtocolError where the wrong one does."""
     until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
@@ -608,12 +615,12 @@ def _greet(
     proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
     sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
     decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
-    answers = _answer(sock, decoder, until)
-    if not isinstance(answers[0], _protocol.Welcome):
-        reason = answers[0].reason if isinstance(answers[0], _protocol.Refused) else f"it answered {answers[0]!r}"
+    answer, *more = _answer(sock, decoder, until)
+    if not isinstance(answer, _protocol.Welcome):
+        reason = answer.reason if isinstance(answer, _protocol.Refused) else f"it answered {answer!r}"
         raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {reason}", ranks=[facts["rank"]])
     decoder.kinds = _protocol.FROM_COORDINATOR
-    return decoder, answers
+    return decoder, answer, more
 
 
 def _answer(sock: socket.socket, decoder: _protocol.Decoder, until: float) -> list[_protocol.Message]:

@@ -540,7 +540,7 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
     on = {line: vote for vote in votes for line, _ in vote.places}
     for vote in reversed(votes):
         mine = dict(vote.places)
-        for line in vote.voter.lines & on.keys():
+        for line in sorted(vote.voter.lines & on.keys(), key=lambda line: line.ranks):
             span = dict(on[line].places)[line]
             if mine.get(line) != span:
                 others = [rank for other in votes if other.places == on[line].places for rank in other.voter.ranks]

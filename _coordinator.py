@@ -7,7 +7,7 @@ hold a stranger's `multiprocessing.py`. It ends when its control channel is clos
 first. Where no child can be started the same `Server` runs in a thread.
 
 What follows a split is done by *extras*, in files that may be absent: `_graph_plan.Rounds`, loaded when a plan is first
-wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Extra` is all that the core knows of them.
+wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` says all that the core knows of them.
 """
 
 import errno
@@ -26,8 +26,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 if __package__:
     from . import _protocol
@@ -116,51 +117,30 @@ class Settled(NamedTuple):
         return bool(self.flags & _protocol.HAS_GRAPH)
 
 
-# What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload.
+# What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload. At step LOG the payload
+# is a text for the rank's log. An extra has these methods, of which all but `next_deadline` return replies:
+#     settled(votes, now)     votes that were answered together; what it returns goes ahead of their verdicts
+#     take(rank, number, step, payload, now), drop_rank(rank, now)      a frame of a rank; a rank is gone
+#     tick(now), when the time has come that next_deadline() gave (or None); close()
 Reply = tuple[int, int, int, bytes]
-# The step of a reply whose payload is a text for the rank's log.
 LOG = 0
 
 
-class Extra(Protocol):
-    """What follows a split. No socket; each call returns what ranks are to be sent."""
-
-    def settled(self, votes: Sequence[Settled], now: float) -> list[Reply]:
-        """Votes that were answered together. What is returned goes ahead of their verdicts."""
-
-    def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Reply]:
-        """A frame of a rank."""
-
-    def drop_rank(self, rank: int, now: float) -> list[Reply]:
-        """A rank is gone."""
-
-    def tick(self, now: float) -> list[Reply]:
-        """The time that `next_deadline` gave has come."""
-
-    def next_deadline(self) -> float | None: ...
-
-    def close(self) -> None: ...
-
-
+@dataclass(slots=True, eq=False)
 class _Connection:
     """One peer: what is still to be sent to it, and who it is."""
 
-    __slots__ = (
-        "decoder", "ending", "facts", "hello_by", "lines", "nonce", "peer", "sock", "unsent", "unsent_bytes", "voter"
-    )  # fmt: skip
-
-    def __init__(self, sock: socket.socket, peer: str, hello_by: float) -> None:
-        self.sock = sock
-        self.peer = peer
-        self.hello_by = hello_by
-        self.nonce = os.urandom(_protocol.NONCE_BYTES)
-        self.decoder = _protocol.Decoder(_protocol.FROM_STRANGER)
-        self.unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        self.ending = "its process exited, or its host is gone"  # what it means that it has ended
-        self.facts: dict[str, Any] = {}
-        self.voter: Voter | None = None  # once it has said who it is
-        self.lines: dict[int, Line] = {}
+    sock: socket.socket
+    peer: str
+    hello_by: float
+    nonce: bytes = field(default_factory=lambda: os.urandom(_protocol.NONCE_BYTES))
+    decoder: _protocol.Decoder = field(default_factory=lambda: _protocol.Decoder(_protocol.FROM_STRANGER))
+    unsent: deque[memoryview] = field(default_factory=deque)
+    unsent_bytes: int = 0
+    ending: str = "its process exited, or its host is gone"  # what it means that it has ended
+    facts: dict[str, Any] = field(default_factory=dict)
+    voter: Voter | None = None  # once it has said who it is
+    lines: dict[int, Line] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -197,7 +177,7 @@ class Server:
         self._messages: set[str] = set()  # for the coordinator rank's log
         self._unread_messages: list[str] = []  # those for which it has not connected yet
         self._detail: tuple[Any, bytes] = (None, b"")  # the last finding, and what ranks are told of it
-        self._extras: dict[int, Extra] = {}
+        self._extras: dict[int, Any] = {}
         self._wants_reports = bool(config.debug) and self._load(_protocol.REPORTS)
 
     # ------------------------------------------------------------------ the loop
@@ -274,10 +254,9 @@ class Server:
 
     def _close(self, reason: str) -> None:
         self._listener.close()
-        self._epoll.close()
         for number, extra in self._extras.items():
-            extra.close()
-            self._reply(number, extra.tick(time.monotonic()))
+            self._reply(number, extra.close())
+        self._epoll.close()
         until = time.monotonic() + CLOSE_WITHIN_S
         for connection in self._connections:
             try:
@@ -398,7 +377,9 @@ class Server:
         self._strangers.pop(connection, None)
         self._of_rank[voter.ranks[0]] = connection
         self._consensus.rejoin_rank(voter.ranks[0])
-        about = {**self._config.facts, "debug": self._config.debug if self._wants_reports else ""}
+        # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
+        folder = self._config.debug if self._wants_reports else ""
+        about = {**self._config.facts, "debug": folder if self._config.debug else None}
         self._send(connection, _protocol.encode(_protocol.Welcome(about)))
         if rank == self._rank:
             while self._unread_messages:

@@ -1,167 +1,271 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two graphs, from their texts.
+"""What differs between the graphs of several ranks, found from node records.
 
-**Alignment.** The nodes are aligned first by all that a node is: operation, constants, dtype, shape …, and for its
-inputs only what produces them, so that an inserted node does not change the nodes after it. Then, in the gaps that
-this leaves, by operation alone; then, in gaps of as many nodes on both sides, whatever they are.
+A *record* is one rank's graph as JSON (`_graph.graph_record` makes it, `read_record` reads it); graphs that were only
+printed become the same objects by `_graph_text.parse`. Nothing here needs torch.
 
-**Comparison.** Nodes that are matched are compared field by field. A reference to another node is the same when the
-two producers are matched. Nodes left over are missing or added; those that stand next to one another or depend on one
-another are one difference. Nodes left over on both sides that are the same have moved.
+**Alignment.** Nodes are aligned by all that a node is: operation, constants, dtype, shape …, and for its inputs only
+what produces them, so that an inserted node does not change the nodes after it; in the gaps that this leaves, by
+operation alone. Where the operations of the shorter graph are those that the longer one begins or ends with, as after a
+graph break, they are matched one to one: an alignment would be free to match the end with the end. Where both graphs
+issue the same collectives in another order, each is matched with its like, and the order is one difference.
 
-**Graph breaks.** Where the operations of the shorter graph are those that the longer one begins or ends with, they are
-matched one to one, and the rest is one difference: an alignment would be free to match the end with the end.
+**Comparison.** Matched nodes are compared field by field; references are the same when the producers are matched. Nodes
+left over are missing or added; those that stand next to one another or depend on one another are one difference. Those
+left over on both sides that are the same have moved. A shape, dtype or stride that differs because an input's does is
+only counted with the difference that it follows from; so are constants that repeat such a size, and readers of moved
+nodes.
 
-**Order of collectives.** Where both graphs issue the same collectives (operation, group, constants) in another order,
-each is matched with its like, whatever it reads, and the order is one difference.
-
-**Consequences.** A shape, dtype or stride that differs because an input's does is not reported again, only counted with
-the difference that it follows from; so are the constants that repeat such a size, and nodes that read moved ones.
+**Merging.** The same place in the reference that differs in several variants is one difference with one value per
+variant. Values that are affine in the rank, or in its place in a group, are recognised: such a constant is usually the
+offset of a shard, baked into the graph.
 """
 
-import bisect
+import dataclasses
+import functools
+import itertools
+import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 if __package__:
-    from ._align import align
-    from ._graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from ._graph_plan import align
     from ._vocabulary import format_ranks
 else:
-    from _align import align
-    from _graph_text import Argument, Body, Graph, Node, Source, group_ranks
+    from _graph_plan import align
     from _vocabulary import format_ranks
 
+# Bodies nested deeper than this are refused, as each level takes some of Python's stack; programs nest two or three.
+MAX_NESTED_BODIES = 50
+# A group of more ranks than this is refused: no job has as many.
+MAX_GROUP_RANKS = 2**20
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
-# differences would be as long as both.
+# differences would be as long as both. Those of smaller graphs than that are told.
 MIN_COMMON_PART = 0.2
-
+MIN_CALLS = 5
 # Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
 MAX_DIFFERENCES_PER_VARIANT = 1000
+# Collectives of each side that are named where their order differs.
+MAX_ORDER_SHOWN = 3
+# Nodes of a missing or added run that are kept for the report.
+MAX_RUN_NODES = 200
+# A longer number is no offset into anything. (Python refuses integers of more than 4,300 digits.)
+MAX_NUMBER_CHARACTERS = 40
+# Where the groups are not known, rows of a mesh up to this many ranks are tried, and larger ones that divide the world.
+MAX_ROW_GUESSED = 64
 
 # The side of a difference on which there is no such node.
 NOT_THERE = "not there"
 
-# Collectives of each side that are named where their order differs.
-MAX_ORDER_SHOWN = 3
+_T = TypeVar("_T")
 
-# Nodes of a missing or added run that are kept for the report.
-MAX_RUN_NODES = 200
-
-# A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
-MAX_LINE_CHARACTERS = 160
-LEAD_CHARACTERS = 40
+# --- Node records -----------------------------------------------------------------------------------------------------
 
 
+class Source(NamedTuple):
+    """The source line that a node comes from."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
+
+
+class Argument(NamedTuple):
+    """One leaf of a node's arguments."""
+
+    path: str  # where it is: `1`, `2[0]`, `dtype`
+    text: str  # a constant as it is written; of a reference, the name of the node
+    producer: int | None  # position of the node that it refers to, or None for a constant
+
+
+class Node(NamedTuple):
+    """A node of a graph. What a printed text doesn't tell is empty or None."""
+
+    name: str
+    op: str  # placeholder | get_attr | call | output | text (a printed statement that was not understood)
+    target: str  # as `print_readable` writes it: `torch.ops.aten.add.Tensor`, method `.name`, submodule `self.name`
+    arguments: tuple[Argument, ...]  # the leaves, in order; a get_attr has none
+    line: str  # the node in one line, as people read it
+    dtype: str = ""  # torch's short form, `f32`; of a symbolic number `Sym`
+    shape: tuple[str, ...] | None = None  # the sizes as written; of a symbolic number its expression
+    stride: tuple[str, ...] | None = None  # in elements
+    device: str = ""  # its type without the index
+    note: str = ""  # a tensor subclass, placements
+    source: Source | None = None  # the innermost frame
+    user_source: Source | None = None  # the innermost frame outside torch and other installed libraries
+    group: str | None = None  # name of the process group of a collective or a point-to-point operation
+    collective: bool = False  # whether it counts as a collective (`_graph.count_collectives`)
+    constant: str | None = None  # of a get_attr, the value of a tensor constant
+    mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
+
+
+class Body(NamedTuple):
+    """The nodes of a graph or of a body nested in it, in order: inputs, operations, output."""
+
+    name: str
+    nodes: list[Node]
+    bodies: dict[str, "Body"]
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [node for node in self.nodes if node.op == "placeholder"]
+
+
+class Graph(NamedTuple):
+    """One rank's graph. It has at least one node."""
+
+    body: Body
+    fingerprint: str = ""  # empty if unknown
+    rank: int | None = None  # whose graph it is
+    groups: Mapping[str, tuple[tuple[int, ...], str]] = {}  # (ranks, description) of its process groups, by name
+    first_line: int = 1  # where it starts in the text that it was read from
+    is_cut: bool = False  # its end is missing
+
+
+def read_record(text: str) -> Graph:
+    """The graph of a node record, which is the JSON text that `_graph.graph_record` gives.
+
+    Raises:
+        ValueError: it is not a valid record, or it is past one of the bounds above.
+    """
+    try:
+        record = json.loads(text)
+        if (version := record["handshake_graph"]) != 1:
+            raise ValueError(f"its version is {version!r}, and this program reads version 1")
+        return Graph(
+            _read_body(record["body"], MAX_NESTED_BODIES),
+            _checked(str, record.get("fingerprint") or ""),
+            None if record.get("rank") is None else _checked(int, record["rank"]),
+            {name: _read_group(group) for name, group in (record.get("groups") or {}).items()},
+        )
+    except KeyError as error:
+        raise ValueError(f"not a valid graph record: {error} is missing") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a valid graph record: {error}") from error
+
+
+def _checked(kind: type[_T], value: Any) -> _T:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _read_group(fields: Any) -> tuple[tuple[int, ...], str]:
+    ranks: list[int] = []
+    for first, count, step in fields["ranks"]:
+        if min(first, count, step) < 0 or len(ranks) + count > MAX_GROUP_RANKS:
+            raise ValueError(f"a group has negative ranks, or more than {MAX_GROUP_RANKS:,}")
+        ranks.extend(first + step * k for k in range(count))
+    return tuple(ranks), _checked(str, fields.get("description") or "")
+
+
+def _read_body(fields: Any, levels_left: int) -> Body:
+    if not levels_left:
+        raise ValueError(f"bodies are nested more than {MAX_NESTED_BODIES} levels deep (MAX_NESTED_BODIES)")
+    nodes = [_read_node(node, position) for position, node in enumerate(fields["nodes"])]
+    if not nodes:
+        raise ValueError("a body has no nodes")
+    bodies = {name: _read_body(body, levels_left - 1) for name, body in (fields.get("bodies") or {}).items()}
+    return Body(_checked(str, fields.get("name") or ""), nodes, bodies)
+
+
+def _read_node(fields: Any, position: int) -> Node:
+    values = {"target": "", **{name: fields[name] for name in Node._fields if fields.get(name)}}
+    for name in ("name", "op", "target", "line", "dtype", "device", "note", "group", "constant", "mutated_by"):
+        _checked(str, values.get(name, ""))
+    if values["op"] not in ("placeholder", "get_attr", "call", "output"):
+        raise ValueError(f"{values['op']!r} is not a kind of node")
+    is_scalar = values.get("dtype", "Sym") != "Sym" and not fields.get("shape")  # then its sizes may be left out
+    for name in ("shape", "stride"):
+        if is_scalar or fields.get(name) is not None:
+            values[name] = tuple(_checked(str, size) for size in fields.get(name) or ())
+    arguments = []
+    for path, text, producer in values.get("arguments", ()):
+        if producer is not None and not 0 <= _checked(int, producer) < position:
+            raise ValueError(f"node {position} reads node {producer}, which is not before it")
+        arguments.append(Argument(_checked(str, path), _checked(str, text), producer))
+    values["arguments"] = tuple(arguments)
+    for name in ("source", "user_source"):
+        if name in values:
+            file, line, function, code = values[name]
+            texts = [_checked(str, text or "") for text in (file, function, code)]
+            values[name] = Source(texts[0], _checked(int, line), *texts[1:])
+    return Node(**values)
+
+
+# --- What a comparison gives ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Difference:
     """One place in which at least one variant is not as the reference.
 
-    Attributes:
-        kind: constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
-            collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node),
-            nested body, tensor constant, text (only the way it is written), graph break (one graph is the beginning or
-            the end of the other), graph (nothing in common).
-        body: the nested body it is in, as a path; empty for the graph itself.
-        position: of the node in the reference (of an added node: of the one it comes before).
-        node: the reference's node; of an added one the variant's.
-        what: the part of the node that differs, such as `argument 1`.
-        reference: the reference's side.
-        values: the other side by variant's index, where it differs.
-        alike: positions of further nodes that differ in the same way in the same variants.
-        nodes: of nodes missing or added: the run of them, the first ones.
-        size: how many nodes that run has.
-        follows: differences that are consequences of this one, most of any variant.
-        at_end: the run reaches the end (or the start) of the graph, as after a graph break.
-        formula: for a constant that is affine in the rank.
+    Its kind is constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
+    collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node), nested
+    body, tensor constant, text (only the way it is written), graph break, or graph (nothing in common).
     """
 
-    __slots__ = (
-        "alike", "at_end", "body", "follows", "formula", "kind", "node", "nodes", "position", "reference", "size",
-        "values", "what",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        kind: str,
-        body: str,
-        position: int,
-        node: Node,
-        what: str,
-        sides: Sequence[str],
-        nodes: Sequence[Node] = (),
-        at_end: bool = False,
-    ) -> None:
-        self.kind = kind
-        self.body = body
-        self.position = position
-        self.node = node
-        self.what = what
-        self.reference, value = sides
-        self.values: dict[int, str] = {-1: value}
-        self.nodes = list(nodes[:MAX_RUN_NODES])
-        self.size = len(nodes)
-        self.follows = 0
-        self.at_end = at_end
-        self.formula = ""
-        self.alike: list[int] = []
+    kind: str
+    body: str  # the nested body it is in, as a path; empty for the graph itself
+    position: int  # of the node in the reference (of an added node: of the one it comes before)
+    node: Node  # the reference's; of an added one the variant's
+    what: str  # the part of the node that differs, such as `argument 1`
+    sides: Sequence[str]  # the reference's, and that of the variant in which it was found
+    nodes: list[Node] = dataclasses.field(default_factory=list)  # missing or added, the first MAX_RUN_NODES
+    at_end: bool = False  # these reach the end (or the start) of the graph, as after a graph break
+    follows: int = 0  # differences that are consequences of this one, most of any variant
+    # After merging: the variants in which it differs; the side of every variant (NOT_THERE if it doesn't have the
+    # node); positions of further nodes that differ in the same way; the formula of a constant that depends on the rank.
+    odd: list[int] = dataclasses.field(default_factory=list)
+    values: dict[int, str] = dataclasses.field(default_factory=dict)
+    alike: list[int] = dataclasses.field(default_factory=list)
+    formula: str = ""
 
     @property
     def source(self) -> Source | None:
         """The user's own source line."""
-        if self.node.user_source is not None:
-            return self.node.user_source
-        return next((node.user_source for node in self.nodes if node.user_source is not None), self.node.source)
-
-    def shown(self, value: str) -> str:
-        """A side as it is to be read: a long one from a little before the first character that is not on all sides."""
-        sides = [side for side in (self.reference, *self.values.values()) if side != NOT_THERE]
-        if value == NOT_THERE or len(sides) < 2 or max(map(len, sides)) <= MAX_LINE_CHARACTERS:
-            return value
-        first, last = min(sides), max(sides)  # what these two begin with, all do
-        alike = bisect.bisect_left(range(len(first) + 1), True, key=lambda n: not last.startswith(first[:n])) - 1
-        return f"…{value[alike - LEAD_CHARACTERS :]}" if alike > LEAD_CHARACTERS else value
+        nodes = (self.node, *self.nodes)
+        return next((node.user_source for node in nodes if node.user_source is not None), self.node.source)
 
 
 class BodyComparison(NamedTuple):
-    """How a variant's body lies against the reference's.
+    """How a variant's body lies against the reference's."""
 
-    Attributes:
-        path: the nested body's path; empty for the graph itself.
-        reference: the reference's body.
-        other: the variant's.
-        pairs: matched positions (reference, variant), ascending in both.
-        moved: (reference, variant) positions of nodes that are at another place.
-        to_other: position in the variant of each node of the reference that is matched or moved.
-        to_reference: the other way round.
-        changed: positions in the reference whose node differs in itself, not only as a consequence.
-    """
-
-    path: str
+    path: str  # the nested body's; empty for the graph itself
     reference: Body
     other: Body
-    pairs: list[tuple[int, int]]
-    moved: dict[int, int]
-    to_other: dict[int, int]
-    to_reference: dict[int, int]
-    changed: set[int]
+    pairs: list[tuple[int, int]]  # matched positions (reference, variant), ascending in both
+    to_other: dict[int, int]  # position in the variant of each node of the reference that is matched or moved
+    to_reference: dict[int, int]  # the other way round
+    changed: set[int]  # positions in the reference whose node differs in itself, not only as a consequence
 
 
-# --- Comparing two graphs ---------------------------------------------------------------------------------------------
+class Comparison(NamedTuple):
+    """One variant against the reference."""
+
+    differences: list[Difference]  # in the order of the reference
+    bodies: list[BodyComparison]
+    lacks: dict[str, frozenset[int]]  # by body, the positions of the reference's nodes that the variant doesn't have
+    dropped: int  # differences past MAX_DIFFERENCES_PER_VARIANT
+
+
+# --- Aligning two bodies ----------------------------------------------------------------------------------------------
 
 
 class Keys(NamedTuple):
-    """What a body's nodes are compared by.
+    """What a body's nodes are compared by."""
 
-    Attributes:
-        content: all of a node; references by absolute position.
-        strict: all of a node; references by the producer's operation.
-        weak: the operation alone.
-    """
-
-    content: list[Any]
-    strict: list[Any]
-    weak: list[Any]
+    content: list[Any]  # all of a node; references by absolute position
+    strict: list[Any]  # all that tells what a node is; references by the producer's operation
+    weak: list[Any]  # the operation alone
 
 
 # Names of inputs that only count them; Dynamo's say which parameter or argument it is, which helps to match them.
@@ -169,7 +273,7 @@ _NUMBERED_INPUT = re.compile(r"^(?:primals|tangents|arg|args|s|u|l|input)_?\d*(?
 
 
 def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
-    """The keys of a body's nodes. `cache` is by identity; whoever holds it holds the bodies."""
+    """The keys of a body's nodes. `cache` is by identity; whoever holds it must hold the bodies."""
     known = cache.get(id(body))
     if known is not None:
         return known
@@ -178,26 +282,35 @@ def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
     strict: list[Any] = []
     for node, name in zip(body.nodes, names, strict=True):
         form: tuple[Any, ...] = (name, node.dtype, node.shape, node.stride, node.device, node.note)
-        content.append((form, tuple((a.path, a.text if a.producer is None else a.producer) for a in node.arguments)))
+        if node.op == "get_attr" and nested_body(node, body) is None:
+            form = (*form, node.constant or node.target)
+        reads = tuple((each.path, each.text if each.producer is None else each.producer) for each in node.arguments)
+        content.append((form, node.mutated_by, node.group, reads))
         if node.op == "placeholder" and not _NUMBERED_INPUT.match(node.name):
             form = (*form, node.name)
-        strict.append(
-            (form, tuple((a.path, a.text if a.producer is None else names[a.producer]) for a in node.arguments))
+        reads = tuple(
+            (each.path, each.text if each.producer is None else names[each.producer]) for each in node.arguments
         )
+        strict.append((form, reads))
     weak = [name if isinstance(name, str) else name[0] for name in names]
     cache[id(body)] = made = Keys(content, strict, weak)
     return made
+
+
+def content(graph: Graph, cache: dict[int, Keys]) -> Any:
+    """Hashable; equal for two graphs when nothing is known to differ between them."""
+    return tuple(node_keys(graph.body, cache).content), tuple(sorted(graph.groups.items()))
 
 
 def _operation(node: Node, body: Body, cache: dict[int, Keys]) -> Any:
     """What the node does. The name of an attribute says nothing; a nested body counts by its content."""
     if node.op == "call":
         return node.target
-    nested = _nested(node, body)
+    nested = nested_body(node, body)
     return node.op if nested is None else (node.op, tuple(node_keys(nested, cache).content))
 
 
-def _nested(node: Node, body: Body) -> Body | None:
+def nested_body(node: Node, body: Body) -> Body | None:
     """The nested body that a get_attr refers to."""
     if node.op != "get_attr":
         return None
@@ -208,37 +321,43 @@ def _nested(node: Node, body: Body) -> Body | None:
     return body
 
 
-def unseen_attributes(body: Body) -> set[str]:
-    """The attributes of a graph, such as tensor constants, whose values its text doesn't tell."""
-    unseen = {
-        node.target
-        for node in body.nodes
-        if node.op == "get_attr" and node.arguments[0].path == "name" and _nested(node, body) is None
-    }
-    return unseen.union(*map(unseen_attributes, body.bodies.values()))
+def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys) -> list[tuple[int, int]]:
+    """The pairs of positions that match, ascending in both; inputs come first and are aligned by themselves."""
+    i, j = (next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in (a, b))
+    inputs = _align(a_keys, 0, i, b_keys, 0, j)
+    calls, other_calls = a_keys.weak[i:-1], b_keys.weak[j:-1]
+    count, more = min(len(calls), len(other_calls)), len(calls) - len(other_calls)
+    if count and more and a_keys.weak[-1] == b_keys.weak[-1] == "output":  # else it is cut off
+        if calls[:count] == other_calls[:count]:
+            return _align_part(a, b, i, j, count, inputs)
+        if abs(more) > 1 and calls[-count:] == other_calls[-count:]:
+            return _align_part(a, b, len(a.nodes) - 1 - count, len(b.nodes) - 1 - count, count, inputs)
+    return inputs + _align(a_keys, i, len(a.nodes), b_keys, j, len(b.nodes))
 
 
-# Operations that are never matched with another.
-_ONLY_WITH_LIKE = ("placeholder", "output", "get_attr")
+def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tuple[int, int]]:
+    """By all that the nodes are, and in the gaps by operation."""
+    pairs = [(i + k, j + m) for k, m in align(a.strict[i:i_end], b.strict[j:j_end])]
+    for k, k_end, m, m_end in list(gaps([(x - i, y - j) for x, y in pairs], i_end - i, j_end - j)):
+        pairs += [(i + k + x, j + m + y) for x, y in align(a.weak[i + k : i + k_end], b.weak[j + m : j + m_end])]
+    return sorted(pairs)
 
 
-def _align_bodies(a: Keys, b: Keys) -> list[tuple[int, int]]:
-    """By all that the nodes are; in the gaps by operation; in gaps of as many nodes on both sides, as they come."""
-    anchors = align(a.strict, b.strict)
-    pairs: list[tuple[int, int]] = []
-    for start, stop, other_start, other_stop in gaps(anchors, len(a.strict), len(b.strict)):
-        weak = [(start + i, other_start + j) for i, j in align(a.weak[start:stop], b.weak[other_start:other_stop])]
-        for low, high, other_low, other_high in gaps(
-            [(i - start, j - other_start) for i, j in weak], stop - start, other_stop - other_start
-        ):
-            if high - low == other_high - other_low:
-                for k in range(high - low):
-                    i, j = start + low + k, other_start + other_low + k
-                    either = (a.weak[i], b.weak[j])
-                    if not any(key in _ONLY_WITH_LIKE or isinstance(key, _Issued) for key in either):
-                        weak.append((i, j))
-        pairs.extend(weak)
-    return sorted(pairs + anchors)
+def _align_part(a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`count` operations from i and j on, which are all that one side has, one to one; inputs by what reads them."""
+    matched = {i + k: j + k for k in range(count)} | {len(a.nodes) - 1: len(b.nodes) - 1}
+    for x, y in list(matched.items()):
+        for left, right in zip(a.nodes[x].arguments, b.nodes[y].arguments, strict=False):
+            p, q = left.producer, right.producer
+            if p is not None and q is not None and a.nodes[p].op == b.nodes[q].op == "placeholder":
+                matched.setdefault(p, q)
+    taken = set(matched.values())
+    matched |= {p: q for p, q in inputs if p not in matched and q not in taken}
+    ascending: list[tuple[int, int]] = []  # inputs in another order are left out
+    for x, y in sorted(matched.items()):
+        if not ascending or y > ascending[-1][1]:
+            ascending.append((x, y))
+    return ascending
 
 
 def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> Iterator[tuple[int, int, int, int]]:
@@ -250,114 +369,44 @@ def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> It
         i, j = next_i + 1, next_j + 1
 
 
-class _Issued(NamedTuple):
-    """A collective as far as the order matters in which it is issued: all but what it reads."""
-
-    target: str
-    text: str
+class _Issued(str):
+    """A collective as far as the order matters in which it is issued: its operation, constants and group."""
 
 
-def _issued(node: Node, groups: Mapping[str, list[int]], by_layout: bool) -> _Issued:
-    """`by_layout` takes groups of the same layout for one, such as the rows of a mesh."""
-    group = node.group
-    constants = [each.text for each in node.arguments if each.producer is None and each is not group]
-    where = "" if group is None else f" on {group.text}"
-    ranks = None if group is None else groups.get(group.text[1:-1])
-    if ranks and by_layout:
-        where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
-    elif ranks:
-        where += f" = {format_ranks(ranks)}"
-    return _Issued(node.target, f"{short_target(node.target).split('.')[1]}({', '.join(constants)}){where}")
+def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, _Issued]:
+    """The collectives of a body by position. `by_layout` takes groups of one layout for one, as the rows of a mesh."""
+    issued = {}
+    for position, node in enumerate(body.nodes):
+        if node.collective:
+            group, ranks = _group_argument(node), _ranks(graph, node.group)
+            constants = [each.text for each in node.arguments if each.producer is None and each is not group]
+            where = "" if node.group is None else f" on '{node.group}'"
+            if ranks and by_layout:
+                where = f" on a group such as {format_ranks(rank - ranks[0] for rank in ranks)}"
+            elif ranks:
+                where += f" = {format_ranks(ranks)}"
+            name = short_target(node.target).removesuffix(".default").rpartition(".")[2]
+            issued[position] = _Issued(f"{name}({', '.join(constants)}){where}")
+    return issued
 
 
 # The collectives of both sides by position, where they are the same but for their order.
 _Order = tuple[dict[int, _Issued], dict[int, _Issued]]
 
 
-class _Part(NamedTuple):
-    """A graph whose operations are those that another begins or ends with, as after a graph break.
-
-    Attributes:
-        to_shorter: position in the shorter graph of the nodes of the longer one that are in both.
-        rest: positions of the operations that only the longer one has.
-        edge: (position in the longer, in the shorter) of the operation next to the rest.
-        is_start: whether the shorter one is the beginning.
-    """
-
-    longer: Body
-    shorter: Body
-    to_shorter: dict[int, int]
-    rest: list[int]
-    edge: tuple[int, int]
-    is_start: bool
-
-    def pairs(self, is_reference: bool) -> list[tuple[int, int]]:
-        """As an alignment gives them. Inputs in another order are left out."""
-        ascending: list[tuple[int, int]] = []
-        for i, j in sorted(self.to_shorter.items()):
-            if not ascending or j > ascending[-1][1]:
-                ascending.append((i, j))
-        return ascending if is_reference else [(j, i) for i, j in ascending]
-
-
-def _part(longer: Body, shorter: Body) -> _Part | None:
-    """How `shorter` is a part of `longer`. Constants and the forms of results may differ, and are compared later."""
-    calls, own_calls = (
-        [k for k, node in enumerate(body.nodes) if node.op not in ("placeholder", "output")]
-        for body in (longer, shorter)
-    )
-    count, left = len(own_calls), len(calls) - len(own_calls)
-    is_whole = all(body.nodes[-1].op == "output" for body in (longer, shorter))  # not the text of one that was cut off
-    if count < 1 or left < 1 or not is_whole:
-        return None
-    for is_start in (True, False):
-        if not is_start and left < 2:  # a node more at the start is no other graph
+def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
+    """The collectives of both, if only their order differs: on the same groups, else on groups of one layout."""
+    for by_layout in (False, True):
+        order = _issued(a, graphs[0], by_layout), _issued(b, graphs[1], by_layout)
+        sequences = [list(issued.values()) for issued in order]
+        if sequences[0] == sequences[1]:
             break
-        inside = calls[:count] if is_start else calls[left:]
-        to_shorter = _match_part(longer, shorter, dict(zip(inside, own_calls, strict=True)))
-        if to_shorter is not None:
-            rest = calls[count:] if is_start else calls[:left]
-            edge = (inside[-1], own_calls[-1]) if is_start else (inside[0], own_calls[0])
-            return _Part(longer, shorter, to_shorter, rest, edge, is_start)
+        if sorted(sequences[0]) == sorted(sequences[1]):
+            return order
     return None
 
 
-def _match_part(longer: Body, shorter: Body, calls: dict[int, int]) -> dict[int, int] | None:
-    """`calls` and the inputs that they read, if they do the same; what they read from outside must be input."""
-    outside: dict[int, int] = {}
-    for i, j in calls.items():
-        x, y = longer.nodes[i], shorter.nodes[j]
-        if x.op != y.op or (x.op == "call" and x.target != y.target) or len(x.arguments) != len(y.arguments):
-            return None
-        for left, right in zip(x.arguments, y.arguments, strict=True):
-            if left.path != right.path or (left.producer is None) != (right.producer is None):
-                return None
-            if left.producer is None or right.producer is None:
-                continue
-            if left.producer in calls:
-                if calls[left.producer] != right.producer:
-                    return None
-            elif outside.setdefault(left.producer, right.producer) != right.producer:
-                return None
-    if any(shorter.nodes[j].op != "placeholder" for j in outside.values()) or len(set(outside.values())) < len(outside):
-        return None
-    inputs = {i: j for i, j in outside.items() if longer.nodes[i].op == "placeholder"}
-    return {**inputs, **calls, len(longer.nodes) - 1: len(shorter.nodes) - 1}
-
-
-def facts_of_program(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts about a graph that are the same on all ranks that run the same program."""
-    return {
-        subject: value for subject, value in facts.items() if subject != "rank" and not subject.startswith("source ")
-    }
-
-
-class Comparison(NamedTuple):
-    """One variant against the reference: what differs, and how its bodies lie."""
-
-    differences: list[Difference]
-    bodies: list[BodyComparison]
-    dropped: int
+# --- Comparing two graphs ---------------------------------------------------------------------------------------------
 
 
 def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Comparison:
@@ -369,7 +418,25 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
         cache: the reference's keys, for comparing it with many variants; whoever holds it must hold the reference.
     """
     comparer = _Comparer(reference, other, cache)
-    return Comparison(comparer.differences, comparer.bodies, comparer.dropped)
+    differences, bodies, dropped = comparer.differences, comparer.bodies, comparer.dropped
+    nodes, other_nodes = reference.body.nodes, other.body.nodes
+    same = [
+        i for i, j in bodies[0].to_other.items() if nodes[i].op == "call" and nodes[i].target == other_nodes[j].target
+    ]
+    # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
+    calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
+    if calls >= MIN_CALLS and len(same) < MIN_COMMON_PART * calls:
+        first = next((node for node in nodes if node.user_source), nodes[0])
+        sizes = [describe_size(graph.body) for graph in (reference, other)]
+        differences, dropped = [Difference("graph", "", 0, first, "nothing in common", sizes)], 0
+    lacks = {each.path: frozenset(range(len(each.reference.nodes))) - each.to_other.keys() for each in bodies}
+    return Comparison(differences, bodies, lacks, dropped)
+
+
+# What differs between two nodes: its kind, what part of the node it is, and both sides. And the kinds of differences in
+# the form of a node's result.
+_Found = tuple[str, str, Sequence[str]]
+_FORM = ("dtype", "shape", "stride", "device", "tensor class")
 
 
 class _Comparer:
@@ -378,268 +445,203 @@ class _Comparer:
     def __init__(self, reference: Graph, other: Graph, cache: dict[int, Keys]) -> None:
         self._cache = cache
         self._other_cache: dict[int, Keys] = {}
-        self._facts = (facts_of_program(reference.facts), facts_of_program(other.facts))
-        self._groups = (group_ranks(reference.facts), group_ranks(other.facts))
+        self._graphs = (reference, other)
         self.differences: list[Difference] = []
         self.bodies: list[BodyComparison] = []
-        self.common_part = 1.0
         self.dropped = 0  # differences past the bound
         self._compare(reference.body, other.body, "")
         if not self.differences:
-            self._compare_writing(reference.body.nodes[0])
-        if self.common_part < MIN_COMMON_PART:
-            both = (reference.body, other.body)
-            texts = [
-                f"{number_of(len(body.nodes), 'node')}, {number_of(count_collectives(body), 'collective')}"
-                for body in both
-            ]
-            first = next((node for node in reference.body.nodes if node.user_source), reference.body.nodes[0])
-            self.differences = [Difference("graph", "", 0, first, "nothing in common", texts)]
-            self.dropped = 0
+            self._compare_writing()
 
     def _compare(self, a: Body, b: Body, path: str) -> None:
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
-        order = self._order(a, b)
+        order = _order(a, b, self._graphs)
         if order is not None:
             a_keys, b_keys = (
-                keys._replace(
-                    strict=[issued.get(k, key) for k, key in enumerate(keys.strict)],
-                    weak=[issued.get(k, key) for k, key in enumerate(keys.weak)],
-                )
+                Keys(*([issued.get(k, key) for k, key in enumerate(by)] for by in keys))
                 for keys, issued in zip((a_keys, b_keys), order, strict=True)
             )
-        part = None if path or order is not None else _part(a, b) or _part(b, a)
-        pairs = _align_bodies(a_keys, b_keys) if part is None else part.pairs(is_reference=part.longer is a)
+        pairs = _align_bodies(a, b, a_keys, b_keys)
         to_other = dict(pairs)
         to_reference = {j: i for i, j in pairs}
-        a_left = [i for i in range(len(a.nodes)) if i not in to_other]
-        b_left = [j for j in range(len(b.nodes)) if j not in to_reference]
-        moved = {} if part is not None else dict(_moved(a_keys.strict, a_left, b_keys.strict, b_left))
+        # Nodes left over on both sides that are the same stand at another place.
+        left_over: dict[Any, list[int]] = {}
+        for j in reversed([j for j in range(len(b.nodes)) if j not in to_reference]):
+            left_over.setdefault(b_keys.strict[j], []).append(j)
+        others = [(i, left_over.get(a_keys.strict[i])) for i in range(len(a.nodes)) if i not in to_other]
+        moved = {i: js.pop() for i, js in others if js}
         to_other.update(moved)
         to_reference.update((j, i) for i, j in moved.items())
-        comparison = BodyComparison(path, a, b, pairs, moved, to_other, to_reference, set())
+        comparison = BodyComparison(path, a, b, pairs, to_other, to_reference, set())
         self.bodies.append(comparison)
-        if not path:
-            # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
-            calls = min(sum(node.op == "call" for node in body.nodes) for body in (a, b))
-            same = (i for i, j in to_other.items() if a.nodes[i].target == b.nodes[j].target)
-            self.common_part = sum(a.nodes[i].op == "call" for i in same) / calls if calls else 1.0
         first = len(self.differences)
-        if part is not None:
-            self._add_break(comparison, part)
+        if order is not None:
+            self._add_order(comparison, order, moved)
         else:
-            self._compare_order(comparison, order)
-            self._compare_left_over(comparison)
-        self._compare_nodes(comparison, order is not None)
-        if not path and part is None:
-            self._compare_mutations(comparison)
+            self._add_moved(comparison, moved)
+        is_broken = self._compare_left_over(comparison, order is not None)
+        self._compare_nodes(comparison, order is not None, is_broken)
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
 
     def _add(self, difference: Difference) -> None:
         if len(self.differences) < MAX_DIFFERENCES_PER_VARIANT:
+            del difference.nodes[MAX_RUN_NODES:]
             self.differences.append(difference)
         else:
             self.dropped += 1
 
-    def _add_break(self, comparison: BodyComparison, part: _Part) -> None:
-        is_reference = part.longer is comparison.reference
-        rest = [part.longer.nodes[k] for k in part.rest]
-        first = next((node.user_source for node in rest if node.user_source is not None), None)
-        size = f"{_describe_size(rest)}{f', from {first.place}: {first.code}' if first is not None else ''}"
-        sides = [f"goes on with {size}", "ends here"] if part.is_start else [f"has {size}, before it", "begins here"]
-        position = part.edge[0 if is_reference else 1]
-        node = part.shorter.nodes[part.edge[1]]._replace(name=comparison.reference.nodes[position].name)
-        what = "where one graph ends" if part.is_start else "where one graph begins"
-        sides = sides if is_reference else sides[::-1]
-        self._add(Difference("graph break", "", position, node, what, sides, rest))
-        comparison.changed.update(part.rest if is_reference else ())
+    def _find_break(self, comparison: BodyComparison, missing: list[int], added: list[int]) -> bool:
+        """Whether one graph ends, or begins, where the other goes on, as after a graph break. Adds the difference."""
+        bodies = [comparison.reference, comparison.other]
+        longer, shorter = bodies if missing else bodies[::-1]
+        run = missing or added
+        is_whole = all(body.nodes[-1].op == "output" for body in bodies)  # else it is cut off
+        if comparison.path or (missing and added) or not is_whole or not 0 < run[0] == run[-1] - len(run) + 1:
+            return False
+        begins = longer.nodes[run[0] - 1].op == "placeholder"
+        ends = run[-1] == len(longer.nodes) - 2
+        edge = run[0] - 1 if ends else run[-1] + 1
+        is_matched = edge in (comparison.to_other if missing else comparison.to_reference)
+        # One node more at the start is not a graph of its own.
+        if begins == ends or (begins and len(run) < 2) or not is_matched:
+            return False
+        nodes = [longer.nodes[k] for k in run]
+        source = next((f", from {each.place}: {each.code}" for node in nodes if (each := node.user_source)), "")
+        size = f"{_describe_nodes(nodes)}{source}"
+        sides = [f"goes on with {size}", "ends here"] if ends else [f"has {size}, before it", "begins here"]
+        position = edge if missing else comparison.to_reference[edge]
+        node = shorter.nodes[comparison.to_other[edge] if missing else position]
+        node = node._replace(name=comparison.reference.nodes[position].name)
+        what = f"where one graph {'ends' if ends else 'begins'}"
+        self._add(Difference("graph break", "", position, node, what, sides if missing else sides[::-1], nodes))
+        return True
 
-    def _order(self, a: Body, b: Body) -> _Order | None:
-        """The collectives of both, if only their order differs: on the same groups, else on groups of one layout."""
-        for by_layout in (False, True):
-            left, right = (
-                {k: _issued(node, groups, by_layout) for k, node in enumerate(body.nodes) if node.is_collective}
-                for body, groups in zip((a, b), self._groups, strict=True)
-            )
-            sequences = list(left.values()), list(right.values())
-            if sequences[0] != sequences[1] and sorted(sequences[0]) == sorted(sequences[1]):
-                return left, right
-            if sequences[0] == sequences[1]:
-                break
-        return None
+    def _add_order(self, comparison: BodyComparison, order: _Order, moved: Mapping[int, int]) -> None:
+        """The same collectives in another order."""
+        sequences = [list(issued.items()) for issued in order]
+        differ = [n for n, (x, y) in enumerate(zip(*sequences, strict=True)) if x[1] != y[1]]
+        shown = [sequence[differ[0] : min(differ[-1] + 1, differ[0] + MAX_ORDER_SHOWN)] for sequence in sequences]
+        more = " …" if len(shown[0]) <= differ[-1] - differ[0] else ""
+        sides = [
+            ", then ".join(f"{issued}{_short_place(body.nodes[k])}" for k, issued in sequence) + more
+            for body, sequence in zip((comparison.reference, comparison.other), shown, strict=True)
+        ]
+        i = shown[0][0][0]
+        node = comparison.reference.nodes[i]
+        found = Difference("order of collectives", comparison.path, i, node, "place in the order", sides)
+        found.follows = max(len(moved) - 1, 0)
+        self._add(found)
+        comparison.changed.update(moved)
 
-    def _compare_order(self, comparison: BodyComparison, order: _Order | None) -> None:
-        a, b, moved = comparison.reference, comparison.other, comparison.moved
-        what = "place in the order"
-        if order is not None:
-            sequences = [list(issued.items()) for issued in order]
-            differ = [n for n, (x, y) in enumerate(zip(*sequences, strict=True)) if x[1] != y[1]]
-            first, stop = differ[0], min(differ[-1] + 1, differ[0] + MAX_ORDER_SHOWN)
+    def _add_moved(self, comparison: BodyComparison, moved: Mapping[int, int]) -> None:
+        """Nodes at another place; those that stand next to one another are one difference."""
+        a, b = comparison.reference, comparison.other
+        for i, j in moved.items():
+            if i - 1 in moved:
+                continue
+            # The number of the place alone may be the same.
             sides = [
-                ", then ".join(f"{issued.text}{_short_place(body.nodes[k])}" for k, issued in sequence[first:stop])
-                + (" …" if stop <= differ[-1] else "")
-                for body, sequence in zip((a, b), sequences, strict=True)
+                f"node {k}, after `{body.nodes[k - 1].line}`{_short_place(body.nodes[k])}" if k else "node 0"
+                for body, k in ((a, i), (b, j))
             ]
-            i = sequences[0][first][0]
-            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], what, sides))
-            self.differences[-1].follows += max(len(moved) - 1, 0)
-            comparison.changed.update(moved)
-            return
-        collectives = [(i, j) for i, j in moved.items() if a.nodes[i].is_collective]
-        for i, j in collectives:
-            sides = [
-                f"{_collective_place(body, k)}, node {k}{_short_place(body.nodes[k])}" for body, k in ((a, i), (b, j))
-            ]
-            self._add(Difference("order of collectives", comparison.path, i, a.nodes[i], what, sides))
-            comparison.changed.add(i)
-        if collectives:
-            self.differences[-1].follows += len(moved) - len(collectives)
-            return
-        for run in _runs(list(moved)):
-            i, j = run[0], moved[run[0]]
-            # What stands on its other side there; the number of the place alone may be the same.
-            passed = next((p for p, q in comparison.pairs if (p < i) != (q < j)), None)
-            words = ("after", "before") if passed is not None and passed < i else ("before", "after")
-            by = "" if passed is None else f" `{a.nodes[passed].name}`"
-            sides = [
-                f"node {k}{f', {word}{by}' if by else ''}{_short_place(body.nodes[k])}"
-                for body, k, word in ((a, i, words[0]), (b, j, words[1]))
-            ]
-            nodes = [a.nodes[i] for i in run]
-            self._add(Difference("order", comparison.path, i, nodes[0], what, sides, nodes))
-            comparison.changed.update(run)
+            nodes = [a.nodes[k] for k in itertools.takewhile(moved.__contains__, itertools.count(i))]
+            kind = "order of collectives" if any(node.collective for node in nodes) else "order"
+            self._add(Difference(kind, comparison.path, i, nodes[0], "place in the order", sides, nodes))
+        comparison.changed.update(moved)
 
-    def _compare_left_over(self, comparison: BodyComparison) -> None:
-        """Missing and added nodes."""
+    def _compare_left_over(self, comparison: BodyComparison, is_order_told: bool) -> bool:
+        """Missing and added nodes; whether they are what lies beyond a graph break."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
         missing = [i for i in range(len(a.nodes)) if i not in comparison.to_other]
         added = [j for j in range(len(b.nodes)) if j not in comparison.to_reference]
-        self._compare_inputs(
-            comparison,
-            [i for i in missing if a.nodes[i].op == "placeholder"],
-            [j for j in added if b.nodes[j].op == "placeholder"],
-            places,
-        )
-        missing_runs = _connected(a, [i for i in missing if a.nodes[i].op != "placeholder"])
-        added_runs = _connected(b, [j for j in added if b.nodes[j].op != "placeholder"])
-        for run in missing_runs:
-            comparison.changed.update(run)
-            partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), None)
+        comparison.changed.update(missing)
+        inputs = [i for i in missing if a.nodes[i].op == "placeholder"]
+        other_inputs = [j for j in added if b.nodes[j].op == "placeholder"]
+        missing = [i for i in missing if a.nodes[i].op != "placeholder"]
+        added = [j for j in added if b.nodes[j].op != "placeholder"]
+        if (missing or added) and not is_order_told and self._find_break(comparison, missing, added):
+            return True  # with it come other inputs
+        if inputs or other_inputs:
+            body, only = (a, inputs) if inputs else (b, other_inputs)
+            node = body.nodes[only[0]]._replace(user_source=_first_uses(body).get(only[0]))
+            position = inputs[0] if inputs else places[other_inputs[0]]
+            sides = [_describe_inputs(a, inputs), _describe_inputs(b, other_inputs)]
+            self._add(Difference("inputs", path, position, node, "inputs", sides, [body.nodes[k] for k in only]))
+        added_runs = _connected(b, added)
+        for run in _connected(a, missing):
             nodes = [a.nodes[i] for i in run]
-            at_end = run[0] <= len(a.inputs) or run[-1] >= len(a.nodes) - 2
+            partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), None)
             if partner is None:
-                kind = _run_kind(nodes, "missing node")
-                side = _describe_run(nodes)
-                self._add(Difference(kind, path, run[0], nodes[0], "missing", (side, NOT_THERE), nodes, at_end))
+                self._add_run("missing", path, run[0], a, run)
                 continue
             added_runs.remove(partner)
             others = [b.nodes[j] for j in partner]
-            counts = [sum(node.is_collective for node in side) for side in (nodes, others)]
+            counts = [sum(node.collective for node in side) for side in (nodes, others)]
             kind = "op" if counts[0] == counts[1] else "number of collectives"
-            self._add(
-                Difference(
-                    kind, path, run[0], nodes[0], "replaced", (_describe_run(nodes), _describe_run(others)), nodes
-                )
-            )
+            sides = [_describe_run(nodes), _describe_run(others)]
+            self._add(Difference(kind, path, run[0], nodes[0], "replaced", sides, nodes))
         for run in added_runs:
-            nodes = [b.nodes[j] for j in run]
-            at_end = run[0] <= len(b.inputs) or run[-1] >= len(b.nodes) - 2
-            kind = _run_kind(nodes, "added node")
-            side = _describe_run(nodes)
-            self._add(Difference(kind, path, places[run[0]], nodes[0], "added", (NOT_THERE, side), nodes, at_end))
+            self._add_run("added", path, places[run[0]], b, run)
+        return False
 
-    def _compare_inputs(
-        self, comparison: BodyComparison, missing: list[int], added: list[int], places: list[int]
-    ) -> None:
-        if not (missing or added):
-            return
-        a, b = comparison.reference, comparison.other
-        body, only = (a, missing) if missing else (b, added)
-        first = body.nodes[only[0]]._replace(user_source=_first_uses(body).get(only[0]))
-        position = missing[0] if missing else places[added[0]]
-        sides = [
-            f"{number_of(len(body.inputs), 'input')}{_only([body.nodes[k] for k in only])}"
-            for body, only in ((a, missing), (b, added))
-        ]
-        nodes = [body.nodes[k] for k in only]
-        self._add(Difference("inputs", comparison.path, position, first, "inputs", sides, nodes))
-        comparison.changed.update(missing)
+    def _add_run(self, what: str, path: str, position: int, body: Body, run: list[int]) -> None:
+        """Nodes that only one side has."""
+        nodes = [body.nodes[k] for k in run]
+        kind = "number of collectives" if any(node.collective for node in nodes) else f"{what} node"
+        at_end = run[0] <= len(body.inputs) or run[-1] >= len(body.nodes) - 2
+        sides = [_describe_run(nodes), NOT_THERE]
+        sides = sides if what == "missing" else sides[::-1]
+        self._add(Difference(kind, path, position, nodes[0], what, sides, nodes, at_end))
 
-    def _compare_mutations(self, comparison: BodyComparison) -> None:
-        """Inputs that one side changes in place."""
-        a, b = comparison.reference, comparison.other
-        if not any(subject.startswith("mutated ") for facts in self._facts for subject in facts):
-            return
-        uses = _first_uses(a), _first_uses(b)
-        for i, j in comparison.pairs:
-            if a.nodes[i].op != "placeholder":
-                continue
-            left, right = (
-                facts.get(f"mutated {node.name}", "")
-                for facts, node in zip(self._facts, (a.nodes[i], b.nodes[j]), strict=True)
-            )
-            if bool(left) != bool(right):
-                # The line where it is changed is on the side that does.
-                node = a.nodes[i]._replace(user_source=uses[0].get(i) if left else uses[1].get(j))
-                sides = [_mutation_text(side) for side in (left, right)]
-                self._add(Difference("inputs", "", i, node, "change in place", sides))
-                comparison.changed.add(i)
-
-    def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool) -> None:
+    def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool, is_broken: bool) -> None:
+        """What differs in nodes that are matched."""
         a, b = comparison.reference, comparison.other
         to_other, to_reference = comparison.to_other, comparison.to_reference
         a_keys, b_keys = node_keys(a, self._cache), node_keys(b, self._other_cache)
         tainted: dict[int, Difference | None] = {}  # nodes whose result differs in form, and the difference at the root
-        sizes: set[tuple[str, str]] = set()  # pairs of sizes that were seen to differ
-        first_uses = _first_uses(a)
-        reordered = set(comparison.moved)  # nodes at another place, and those that read another node for that
+        sizes: set[tuple[str, ...]] = set()  # pairs of sizes that were seen to differ
+        uses = _first_uses(a), _first_uses(b)
         order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
-        for i in sorted(to_other):
-            x, y = a.nodes[i], b.nodes[to_other[i]]
-            inputs = [argument.producer for argument in x.arguments if argument.producer is not None]
-            other_inputs = [argument.producer for argument in y.arguments if argument.producer is not None]
-            if len(inputs) == 1 and inputs[0] in reordered:
-                reordered.add(i)  # hands on what it reads, as a wait does
-            if (
-                a_keys.strict[i] == b_keys.strict[to_other[i]]
-                and [to_other.get(p) for p in inputs] == other_inputs
-                and x.op != "get_attr"
-                and not x.is_collective
-            ):
+        for i, j in sorted(to_other.items()):
+            x, y = a.nodes[i], b.nodes[j]
+            if not is_broken and bool(x.mutated_by) != bool(y.mutated_by):
+                # The line where it is changed is on the side that does.
+                node = x._replace(user_source=uses[0].get(i) if x.mutated_by else uses[1].get(j))
+                sides = [_describe_mutation(each) for each in (x, y)]
+                self._add(Difference("inputs", comparison.path, i, node, "change in place", sides))
+                comparison.changed.add(i)
+            inputs, other_inputs = (
+                [each.producer for each in node.arguments if each.producer is not None] for node in (x, y)
+            )
+            is_same = a_keys.strict[i] == b_keys.strict[j] and [to_other.get(p) for p in inputs] == other_inputs
+            if is_same and x.op != "get_attr" and x.group is None:
                 continue
             cause = next((tainted[p] for p in inputs if p in tainted), None)
             follows = any(p in tainted or p not in to_other for p in inputs)
             follows = follows or any(p not in to_reference for p in other_inputs)
-            found = self._fields(comparison, i, x, y)
-            crossed = _crossed(x, y, to_reference)
-            if is_order_told and x.is_collective:
-                # What it reads, and the size of that, is what its place in the order makes of it.
-                follows = follows or bool(crossed)
-                reordered.update([i] if crossed else [])
+            # What a collective reads, and the size of that, is what its place in the order makes of it.
+            follows = follows or (is_order_told and x.collective)
             root: Difference | None = None
             form_differs = False
             consequences = 0
-            for difference, is_form in found:
+            for difference in self._fields(comparison, i, x, y):
+                is_form = difference.kind in _FORM
                 form_differs = form_differs or is_form
-                is_size = difference.kind == "constant" and (difference.reference, difference.values[-1]) in sizes
-                may_follow = is_form or is_size
-                is_wiring = difference.kind in ("operand", "outputs", "order of collectives") and bool(crossed)
-                if is_wiring and order is not None and not reordered.isdisjoint((i, *crossed)):
-                    reordered.add(i)
+                is_wiring = difference.kind == "outputs" or difference.sides[0].startswith("reads `")
+                if is_wiring and order is not None:
                     order.follows += 1
                     continue
-                if may_follow and follows:
+                # Of a tensor whose shape differs the strides do too.
+                is_of_root = is_form and root is not None and root.kind in ("shape", "constant", "dtype")
+                is_size = difference.kind == "constant" and tuple(difference.sides) in sizes
+                if is_of_root or ((is_form or is_size) and follows):
                     consequences += 1
                     continue
-                if is_wiring and x.is_collective:
-                    reordered.update((i, *crossed))
+                if difference.kind == "order of collectives":
                     order = difference
-                if root is not None and is_form and root.kind in ("shape", "op", "constant", "dtype"):
-                    consequences += 1  # the strides of a tensor whose shape differs
-                    continue
                 if x.op == "placeholder":
-                    difference.node = x._replace(user_source=first_uses.get(i))
+                    difference.node = x._replace(user_source=uses[0].get(i))
                 self._add(difference)
                 comparison.changed.add(i)
                 root = root or difference
@@ -649,176 +651,125 @@ class _Comparer:
             if form_differs:
                 tainted[i] = cause
             if x.shape is not None and y.shape is not None and len(x.shape) == len(y.shape):
-                sizes.update((m, n) for m, n in zip(x.shape, y.shape, strict=True) if m != n)
+                sizes.update(pair for pair in zip(x.shape, y.shape, strict=True) if pair[0] != pair[1])
 
-    def _fields(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> list[tuple[Difference, bool]]:
-        """The differences between two matched nodes; of each, whether it is one of the result's form."""
-        path = comparison.path
-        if x.op != y.op or (x.op == "call" and x.target != y.target):
-            difference = Difference("op", path, i, x, "operation", (x.target, y.target))
-            form = (x.dtype, x.shape, x.stride, x.device) != (y.dtype, y.shape, y.stride, y.device)
-            return [(difference, False), *([(difference, True)] if form else [])]
+    def _fields(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
+        """The differences between two matched nodes."""
+        found: Iterable[_Found]
         if x.op == "get_attr":
-            own = self._attributes(comparison, i, x, y)
+            found = self._attributes(comparison, i, x, y)
         elif x.op == "output":
-            own = _outputs(comparison, i, x, y)
+            found = _outputs(x, y, comparison)
         else:
-            own = self._arguments(comparison, i, x, y)
-        found = [(difference, False) for difference in own]
-        for kind, left, right in (
-            ("dtype", x.dtype, y.dtype),
-            ("shape", _sizes(x.shape), _sizes(y.shape)),
-            ("stride", _sizes(x.stride), _sizes(y.stride)),
-            ("device", x.device, y.device),
-            ("tensor class", x.note, y.note),
-        ):
-            # A text without the field says nothing about it.
-            if left != right and ((left and right) or kind == "tensor class"):
-                sides = (left or "plain", right or "plain")
-                found.append((Difference(kind, path, i, x, kind, sides), True))
-        return found
+            found = itertools.chain(self._groups(x, y), _arguments(x, y, comparison))
+        for kind, what, sides in found:
+            node = x
+            if kind == "outputs":  # the line of a value that is returned
+                returned = (
+                    comparison.reference.nodes[each.producer] for each in x.arguments if each.producer is not None
+                )
+                node = x._replace(user_source=next((each.user_source for each in returned), x.user_source))
+            yield Difference(kind, comparison.path, i, node, what, sides)
+        forms = [
+            (each.dtype, _sizes(each.shape), _sizes(each.stride), each.device, each.note or "plain") for each in (x, y)
+        ]
+        for kind, left, right in zip(_FORM, *forms, strict=True):
+            if left != right and left and right:  # a text without the field says nothing about it
+                yield Difference(kind, comparison.path, i, x, kind, (left, right))
 
-    def _arguments(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
-        for kind, what, left, right in _arguments(x, y, comparison):
-            yield Difference(kind, comparison.path, i, x, what, (left, right))
-        groups = x.group, y.group
-        if groups[0] is not None and groups[1] is not None and groups[0].text == groups[1].text:
-            ranks = [known.get(groups[0].text[1:-1]) for known in self._groups]
-            if None not in ranks and ranks[0] != ranks[1]:
-                sides = (groups[0].text, groups[1].text)
-                yield Difference("group", comparison.path, i, x, "ranks of the group", sides)
+    def _groups(self, x: Node, y: Node) -> Iterator[_Found]:
+        """The process group, by name, else by its ranks."""
+        if x.group is None or y.group is None:
+            return
+        ranks = [_ranks(graph, node.group) for graph, node in zip(self._graphs, (x, y), strict=True)]
+        sides = []
+        for graph, node, of_group in zip(self._graphs, (x, y), ranks, strict=True):
+            whose = "" if graph.rank is None else f" on rank {graph.rank}"  # other ranks may have others by that role
+            sides.append(f"'{node.group}'" + ("" if of_group is None else f" = {format_ranks(of_group)}{whose}"))
+        if x.group != y.group:
+            argument = _group_argument(x)
+            what = "process group" if argument is None else f"argument {argument.path}"
+            is_same = None not in ranks and ranks[0] == ranks[1]
+            yield "group", f"name of the group ({what}; same ranks)" if is_same else what, sides
+        elif None not in ranks and ranks[0] != ranks[1]:
+            yield "group", "ranks of the group", sides
 
-    def _attributes(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
+    def _attributes(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[_Found]:
         path = comparison.path
-        nested, other = _nested(x, comparison.reference), _nested(y, comparison.other)
+        bodies = nested, other = nested_body(x, comparison.reference), nested_body(y, comparison.other)
         if nested is not None and other is not None:
-            contents = node_keys(nested, self._cache).content, node_keys(other, self._other_cache).content
-            if contents[0] != contents[1] or self._facts[0] != self._facts[1]:
+            is_same = node_keys(nested, self._cache).content == node_keys(other, self._other_cache).content
+            if not is_same or self._graphs[0].groups != self._graphs[1].groups:
                 self._compare(nested, other, f"{path}.{x.target}" if path else x.target)
-            if contents[0] != contents[1]:
-                comparison.changed.add(i)
-        elif (nested is None) != (other is None):
-            sides = [
-                "an attribute" if side is None else f"a body of {len(side.nodes)} nodes" for side in (nested, other)
-            ]
-            yield Difference("nested body", path, i, x, "nested body", sides)
-        elif (left := x.arguments[0]).path == (right := y.arguments[0]).path and left.text != right.text:
-            if left.path == "name":
-                yield Difference("op", path, i, x, "attribute", (f"self.{left.text}", f"self.{right.text}"))
-                return
-            sides = [_DIGEST.sub("", argument.text) for argument in (left, right)]
-            sides = sides if sides[0] != sides[1] else [left.text, right.text]
-            yield Difference("tensor constant", path, i, x, "value", sides)
+            comparison.changed.update(() if is_same else (i,))
+        elif nested is not other:
+            sides = ["an attribute" if body is None else describe_size(body) for body in bodies]
+            yield "nested body", "nested body", sides
+        elif x.constant is None and y.constant is None and x.target != y.target:
+            yield "op", "attribute", (f"self.{x.target}", f"self.{y.target}")
+        elif x.constant is not None and y.constant is not None and x.constant != y.constant:
+            values = [_DIGEST.sub("", constant) for constant in (x.constant, y.constant)]
+            yield "tensor constant", "value", values if values[0] != values[1] else (x.constant, y.constant)
 
-    def _compare_writing(self, first: Node) -> None:
-        """What is left where no difference was found, and yet the texts are not the same."""
+    def _compare_writing(self) -> None:
+        """What is left where no difference was found, and yet the graphs are not the same."""
         for body in self.bodies:
-            left_keys, right_keys = node_keys(body.reference, self._cache), node_keys(body.other, self._other_cache)
-            for i, (left, right) in enumerate(zip(left_keys.content, right_keys.content, strict=False)):
+            keys = node_keys(body.reference, self._cache), node_keys(body.other, self._other_cache)
+            for i, (left, right) in enumerate(zip(keys[0].content, keys[1].content, strict=False)):
                 x, y = body.reference.nodes[i], body.other.nodes[i]
                 if left != right and x.line != y.line:
                     self._add(Difference("text", body.path, i, x, "as written", (x.line, y.line)))
                     body.changed.add(i)
                     return
-        for subject in sorted(self._facts[0].keys() | self._facts[1].keys()):
-            sides = [facts.get(subject, NOT_THERE) for facts in self._facts]
-            if sides[0] != sides[1]:
-                self._add(Difference("text", "", 0, first, f"`# handshake: {subject}`", sides))
-                return
-
-
-def _outputs(comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
-    to_other, to_reference = comparison.to_other, comparison.to_reference
-    if [(each.path, each.text if each.producer is None else to_other.get(each.producer)) for each in x.arguments] == [
-        (each.path, each.text if each.producer is None else each.producer) for each in y.arguments
-    ]:
-        return
-    lefts = {each.producer: each.text for each in x.arguments if each.producer is not None}
-    rights = {each.producer: each.text for each in y.arguments if each.producer is not None}
-    if not (to_other.keys() >= lefts.keys() and to_reference.keys() >= rights.keys()):
-        return  # the missing or added node that is returned is reported itself
-    only_left = [p for p in lefts if to_other[p] not in rights]
-    only_right = [p for p in rights if to_reference[p] not in lefts]
-    sides = [
-        number_of(len(node.arguments), "output")
-        + (f", only here: {', '.join(f'`{texts[p]}`' for p in only[:4])}" if only else "")
-        for node, texts, only in ((x, lefts, only_left), (y, rights, only_right))
-    ]
-    if sides[0] == sides[1]:
-        sides = [x.line, y.line]
-    # The line of a value that only one side returns, else of the first one.
-    nodes = [comparison.reference.nodes[p] for p in only_left] + [comparison.other.nodes[p] for p in only_right]
-    nodes += [comparison.reference.nodes[p] for p in lefts] + [x]
-    node = x._replace(user_source=nodes[0].user_source)
-    yield Difference("outputs", comparison.path, i, node, "outputs", sides)
-
-
-def _crossed(x: Node, y: Node, to_reference: dict[int, int]) -> list[int]:
-    """The positions in the reference that two matched nodes read at the same place, where these are not the same."""
-    return [
-        position
-        for left, right in zip(x.arguments, y.arguments, strict=False)
-        if left.producer is not None and right.producer is not None and right.producer in to_reference
-        for position in (left.producer, to_reference[right.producer])
-        if left.producer != to_reference[right.producer]
-    ]
-
-
-def _mutation_text(how: str) -> str:
-    """How an input is changed: by an operation, or by an output that is written back to it."""
-    return f"changed in place ({how})" if how not in ("", "output") else "changed in place" if how else "not changed"
-
-
-def _first_uses(body: Body) -> dict[int, Source]:
-    """The source line of the first node that reads a node, by the position of that."""
-    uses: dict[int, Source] = {}
-    for node in body.nodes:
-        if node.user_source is not None:
-            for argument in node.arguments:
-                if argument.producer is not None:
-                    uses.setdefault(argument.producer, node.user_source)
-    return uses
-
-
-def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, what, reference's side, other side) of each argument that differs."""
-    to_other, to_reference = comparison.to_other, comparison.to_reference
-    left_of, right_of = _by_argument(x), _by_argument(y)
-    group = x.group
-    for name in [*left_of, *(name for name in right_of if name not in left_of)]:
-        lefts, rights = left_of.get(name, []), right_of.get(name, [])
-        what = f"argument {name}" if name.isdigit() else f"argument `{name}`"
-        if [argument.path for argument in lefts] != [argument.path for argument in rights]:
-            texts = _argument_text(lefts), _argument_text(rights)
-            if texts[0] == texts[1]:  # such as a list and a tuple
-                texts = x.line, y.line
-            is_constant = all(argument.producer is None for argument in (*lefts, *rights))
-            yield "constant" if is_constant else "operand", what, *texts
-            continue
-        for left, right in zip(lefts, rights, strict=True):
-            if left.producer is None and right.producer is None:
-                if left.text == right.text:
-                    continue
-                kind = "constant"
-                if group is not None and left.path == group.path:
-                    kind = "group"
-                elif _DTYPE.match(left.text) and _DTYPE.match(right.text):
-                    kind = "dtype"
-                yield kind, f"argument {left.path}" if left.path != name else what, left.text, right.text
-            elif left.producer is None or right.producer is None:
-                sides = [a.text if a.producer is None else f"`{a.text}`, computed" for a in (left, right)]
-                yield "constant", what, sides[0], sides[1]
-            elif (
-                left.producer in to_other
-                and right.producer in to_reference
-                and to_other[left.producer] != right.producer
-            ):
-                other_name = comparison.reference.nodes[to_reference[right.producer]].name
-                kind = "order of collectives" if x.is_collective else "operand"
-                yield kind, what, f"reads `{left.text}`", f"reads `{other_name}`"
 
 
 _DTYPE = re.compile(r"torch\.(?:float|bfloat|int|uint|bool|half|double|long|complex|short|quint|qint)\w*$")
+_DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
+
+
+def _outputs(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]:
+    to_other, to_reference = comparison.to_other, comparison.to_reference
+    lefts, rights = ([(each.path, each.producer, each.text) for each in node.arguments] for node in (x, y))
+    if any(p is not None and p not in to_other for _, p, _ in lefts):
+        return  # the missing or added node that is returned is reported itself
+    if any(q is not None and q not in to_reference for _, q, _ in rights):
+        return
+    mapped = [(path, None if q is None else to_reference[q], text) for path, q, text in rights]
+    returned, other_returned = ({p for _, p, _ in each} for each in (lefts, mapped))
+    sides = []
+    for of_side, elsewhere in ((lefts, other_returned), (mapped, returned)):
+        only = [f"`{text}`" for _, p, text in of_side if p is not None and p not in elsewhere]
+        sides.append(number_of(len(of_side), "output") + (f", only here: {', '.join(only[:4])}" if only else ""))
+    plain, other_plain = ([(path, text if p is None else p) for path, p, text in each] for each in (lefts, mapped))
+    if plain != other_plain:
+        yield "outputs", "outputs", sides if sides[0] != sides[1] else (x.line, y.line)
+
+
+def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]:
+    """(kind, what, both sides) of each argument that differs, but for the group."""
+    left_of, right_of = _by_argument(x), _by_argument(y)
+    groups = _group_argument(x), _group_argument(y)
+    for name in dict.fromkeys([*left_of, *right_of]):
+        lefts, rights = left_of.get(name, []), right_of.get(name, [])
+        what = f"argument {name}" if name.isdigit() else f"argument `{name}`"
+        if [each.path for each in lefts] != [each.path for each in rights]:
+            texts = _argument_text(lefts), _argument_text(rights)
+            is_constant = all(each.producer is None for each in (*lefts, *rights))
+            # The same for a list and a tuple, say.
+            yield "constant" if is_constant else "operand", what, texts if texts[0] != texts[1] else (x.line, y.line)
+            continue
+        for left, right in zip(lefts, rights, strict=True):
+            if left.producer is None and right.producer is None:
+                if left.text != right.text and not (left is groups[0] and right is groups[1]):
+                    kind = "dtype" if _DTYPE.match(left.text) and _DTYPE.match(right.text) else "constant"
+                    yield kind, f"argument {left.path}" if left.path != name else what, (left.text, right.text)
+            elif left.producer is None or right.producer is None:
+                sides = [each.text if each.producer is None else f"`{each.text}`, computed" for each in (left, right)]
+                yield "constant", what, sides
+            elif left.producer in comparison.to_other and right.producer in comparison.to_reference:
+                if (p := comparison.to_reference[right.producer]) != left.producer:
+                    kind = "order of collectives" if x.collective else "operand"
+                    yield kind, what, (f"reads `{left.text}`", f"reads `{comparison.reference.nodes[p].name}`")
 
 
 def _by_argument(node: Node) -> dict[str, list[Argument]]:
@@ -835,77 +786,96 @@ def _argument_text(arguments: list[Argument]) -> str:
     return texts[0] if len(texts) == 1 and "[" not in arguments[0].path else f"[{', '.join(texts)}]"
 
 
-def _moved(a_strict: list[Any], a_left: list[int], b_strict: list[Any], b_left: list[int]) -> list[tuple[int, int]]:
-    """Nodes left over on both sides that are the same: they stand at another place."""
-    places: dict[Any, list[int]] = {}
-    for j in reversed(b_left):
-        places.setdefault(b_strict[j], []).append(j)
-    return [(i, places[a_strict[i]].pop()) for i in a_left if places.get(a_strict[i])]
+def _group_argument(node: Node) -> Argument | None:
+    """The argument that names the node's process group, if it is a name."""
+    names = (f"'{node.group}'", f'"{node.group}"')
+    return next((each for each in reversed(node.arguments) if each.producer is None and each.text in names), None)
 
 
-def _runs(positions: list[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and position == runs[-1][-1] + 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    return runs
+def _ranks(graph: Graph, group: str | None) -> tuple[int, ...] | None:
+    """The ranks of a process group, if they are known."""
+    return graph.groups[group][0] if group is not None and group in graph.groups else None
+
+
+def _first_uses(body: Body) -> dict[int, Source]:
+    """The source line of the first node that reads a node, by the position of that."""
+    uses: dict[int, Source] = {}
+    for node in body.nodes:
+        for argument in node.arguments:
+            if argument.producer is not None and node.user_source is not None:
+                uses.setdefault(argument.producer, node.user_source)
+    return uses
 
 
 def _connected(body: Body, positions: list[int]) -> list[list[int]]:
-    """Groups of nodes that stand next to one another or read one another; each ascending, by their first node."""
-    parent = {position: position for position in positions}
-
-    def root_of(position: int) -> int:
-        while parent[position] != position:
-            parent[position] = parent[parent[position]]
-            position = parent[position]
-        return position
-
+    """Sets of nodes that stand next to one another or read one another; each ascending, by their first node."""
+    set_of: dict[int, list[int]] = {}
     for position in positions:
+        set_of[position] = [position]
         for near in (position - 1, *(argument.producer for argument in body.nodes[position].arguments)):
-            if near is not None and near in parent:
-                roots = root_of(near), root_of(position)
-                parent[max(roots)] = min(roots)
-    groups: dict[int, list[int]] = {}
-    for position in positions:
-        groups.setdefault(root_of(position), []).append(position)
-    return list(groups.values())
+            if near is not None and near in set_of and set_of[near] is not set_of[position]:
+                small, large = sorted((set_of[near], set_of[position]), key=len)
+                large += small
+                set_of.update((each, large) for each in small)
+    return sorted(sorted(each) for each in {id(each): each for each in set_of.values()}.values())
 
 
 def _places(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> list[int]:
     """For each position of the other side, where in the reference it would stand: before the next node matched."""
-    to_a = {j: i for i, j in pairs}
-    places = [length] * other_length
-    for j in range(other_length - 1, -1, -1):
-        places[j] = to_a.get(j, places[j + 1] if j + 1 < other_length else length)
+    to_reference = {j: i for i, j in pairs}
+    places = [length] * (other_length + 1)
+    for j in reversed(range(other_length)):
+        places[j] = to_reference.get(j, places[j + 1])
     return places
 
 
-def _run_kind(nodes: list[Node], kind: str) -> str:
-    return "number of collectives" if any(node.is_collective for node in nodes) else kind
+# --- How things are called --------------------------------------------------------------------------------------------
+
+
+def number_of(count: int, noun: str) -> str:
+    """Such as `1 node`, `1,200 nodes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def count_collectives(body: Body) -> int:
+    """The collectives in the body and those nested in it."""
+    nested = sum(count_collectives(inner) for inner in body.bodies.values())
+    return nested + sum(node.collective for node in body.nodes)
+
+
+def describe_size(body: Body) -> str:
+    """How many nodes a body has, and how many collectives, also in those nested in it."""
+    return f"{number_of(len(body.nodes), 'node')}, {number_of(count_collectives(body), 'collective')}"
+
+
+def short_target(target: str) -> str:
+    """A target without what all operations begin with."""
+    return target.removeprefix("torch.ops.").removeprefix("aten.")
+
+
+def _describe_nodes(nodes: list[Node]) -> str:
+    collectives = sum(node.collective for node in nodes)
+    among = f", {number_of(collectives, 'collective')} among them" if collectives else ""
+    return f"{number_of(len(nodes), 'node')}{among}"
 
 
 def _describe_run(nodes: list[Node]) -> str:
     if len(nodes) == 1:
         return f"`{nodes[0].line}`"
     targets = [short_target(node.target) for node in nodes]
-    shown = ", ".join(targets[:5]) + (" …" if len(targets) > 5 else "")
-    return f"{_describe_size(nodes)}: {shown}"
+    return f"{_describe_nodes(nodes)}: {', '.join(targets[:5])}{' …' if len(targets) > 5 else ''}"
 
 
-def _describe_size(nodes: list[Node]) -> str:
-    collectives = sum(node.is_collective for node in nodes)
-    among = f", {number_of(collectives, 'collective')} among them" if collectives else ""
-    return f"{number_of(len(nodes), 'node')}{among}"
+def _describe_inputs(body: Body, only_here: list[int]) -> str:
+    names = [f"`{node.name}` {_form(node)}".rstrip() for node in map(body.nodes.__getitem__, only_here[:3])]
+    only = f", only here: {', '.join(names)}{' …' if len(only_here) > 3 else ''}" if names else ""
+    return f"{number_of(len(body.inputs), 'input')}{only}"
 
 
-def _only(nodes: list[Node]) -> str:
-    if not nodes:
-        return ""
-    names = ", ".join(f"`{node.name}` {_form(node)}".rstrip() for node in nodes[:3])
-    return f", only here: {names}{' …' if len(nodes) > 3 else ''}"
+def _describe_mutation(node: Node) -> str:
+    """How an input is changed: by an operation, or by an output that is written back to it."""
+    how = node.mutated_by
+    return "not changed" if not how else "changed in place" if how == "output" else f"changed in place ({how})"
 
 
 def _form(node: Node) -> str:
@@ -916,34 +886,134 @@ def _sizes(sizes: tuple[str, ...] | None) -> str:
     return "" if sizes is None else f"[{', '.join(sizes)}]"
 
 
-def short_target(target: str) -> str:
-    return target.removeprefix("torch.ops.").removeprefix("aten.")
-
-
 def _short_place(node: Node) -> str:
     """Where the user wrote it, in few characters."""
     source = node.user_source
     return "" if source is None else f" ({source.file.rpartition('/')[2]}:{source.line})"
 
 
-def _collective_place(body: Body, position: int) -> str:
-    number = sum(node.is_collective for node in body.nodes[:position])
-    return f"collective {number} of the graph"
+# --- Merging the variants ---------------------------------------------------------------------------------------------
 
 
-_DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
+def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
+    """One difference for each place in the reference, in its order, with the values of all variants that differ there.
+
+    What differs in the same way in many nodes, as a change in every layer does, is one difference too.
+
+    Args:
+        comparisons: by the variant's index.
+    """
+    merged: dict[Any, Difference] = {}
+    for variant, comparison in comparisons.items():
+        for difference in comparison.differences:
+            key: Any = (difference.body, difference.position, difference.kind, difference.what, difference.sides[0])
+            if difference.sides[0] == NOT_THERE:
+                key = (*key, tuple(node.target for node in difference.nodes))
+            known = merged.setdefault(key, difference)
+            known.odd.append(variant)
+            known.values[variant] = difference.sides[1]
+            known.follows = max(known.follows, difference.follows)
+    first: dict[Any, Difference] = {}
+    for difference in sorted(merged.values(), key=lambda difference: (difference.body, difference.position)):
+        key = (difference.kind, difference.body, difference.what, difference.node.op, difference.node.target)
+        if difference.nodes:
+            key = (*key, tuple(node.target for node in difference.nodes), tuple(difference.values))
+        else:
+            key = (*key, difference.sides[0], tuple(difference.values.items()))
+        if difference.kind in ("order of collectives", "inputs", "outputs"):
+            key = (*key, difference.position)
+        known = first.setdefault(key, difference)
+        if known is not difference:
+            known.alike.append(difference.position)
+            known.follows += difference.follows
+    for difference in first.values():
+        for variant, comparison in comparisons.items():
+            # A nested body that was not compared is equal.
+            is_lacking = difference.position in comparison.lacks.get(difference.body, ())
+            is_lacking = is_lacking and difference.what not in ("added", "inputs")
+            difference.values.setdefault(variant, NOT_THERE if is_lacking else difference.sides[0])
+    return list(first.values())
 
 
-def count_collectives(body: Body) -> int:
-    """The collectives in the body and those nested in it."""
-    nested = sum(count_collectives(inner) for inner in body.bodies.values())
-    return nested + sum(node.is_collective for node in body.nodes)
+_INTEGER = re.compile(r"-?\d+$")
+NUMBER = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?$")
 
 
-def number_of(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] = ()) -> str:
+    """The formula by which a constant depends on the rank, or an empty string.
+
+    Args:
+        value_of_rank: the constant as written, by rank; not all ranks need be there.
+        groups: ranks of the groups that are known; a rank's place in its group of each size is tried.
+
+    Returns:
+        Such as `18992 · rank`, `18992 · (rank + 1)` or `64 · (rank % 4)`. Two values are enough only for a multiple
+        of the rank or of the rank + 1; any two points lie on a line.
+    """
+    values: dict[int, float] = {}
+    for rank, text in value_of_rank.items():
+        if not NUMBER.match(text) or len(text) > MAX_NUMBER_CHARACTERS:
+            return ""
+        values[rank] = int(text) if _INTEGER.match(text) else float(text)
+        if not math.isfinite(values[rank]):
+            return ""
+    formulas = (_affine(values, name, index_of) for name, index_of in _indices(values, groups))
+    return next(filter(None, formulas), "")
 
 
-def clip(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
-    text = text.replace("\n", " ")
-    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
+def _indices(
+    values: Mapping[int, float], groups: Iterable[Sequence[int]]
+) -> Iterator[tuple[str, Callable[[int], int]]]:
+    """What a constant may depend on: a name, and the index of a rank."""
+    yield "rank", lambda rank: rank
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for group in sorted({tuple(sorted(group)) for group in groups}):
+        by_size.setdefault(len(group), []).append(group)
+    for size, known in sorted(by_size.items()):
+        members = Counter(rank for group in known for rank in group)
+        if size > 1 and all(members[rank] == 1 for rank in values):
+            place = {rank: number for group in known for number, rank in enumerate(group)}
+            yield f"(rank in its group of {size})", place.__getitem__
+    # Without the groups: a mesh of ranks in order, whose rows have `size` ranks.
+    for size in _row_sizes(max(values, default=0) + 1):
+        yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
+        yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
+
+
+@functools.cache
+def _row_sizes(world_size: int) -> list[int]:
+    return [size for size in range(2, world_size) if size <= MAX_ROW_GUESSED or world_size % size == 0]
+
+
+def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], int]) -> str:
+    points: dict[int, float] = {}
+    for rank, value in values.items():
+        if points.setdefault(index_of(rank), value) != value:
+            return ""
+    if len(points) < 2:
+        return ""
+    (x0, y0), (x1, y1), *_ = points.items()
+    exact = all(isinstance(value, int) for value in points.values())
+    if exact and (y1 - y0) % (x1 - x0):
+        return ""
+    step = (y1 - y0) // (x1 - x0) if exact else (y1 - y0) / (x1 - x0)
+    offset = y0 - step * x0
+    if not step or not math.isfinite(step) or not math.isfinite(offset):
+        return ""
+    if any(abs(step * x + offset - y) > (0 if exact else 1e-9 * abs(y)) for x, y in points.items()):
+        return ""
+    ahead = round(offset / step)
+    is_multiple = abs(offset - ahead * step) <= (0 if exact else 1e-9 * abs(step))
+    if len(points) == 2 and not (is_multiple and ahead in (0, 1) and abs(step) >= 2):
+        return ""
+    if step != 1 and is_multiple and ahead and abs(ahead) <= max(points) + 1:
+        return f"{_plain(step)} · ({name} {'+' if ahead > 0 else '-'} {abs(ahead)})"
+    term = name if step == 1 else f"{_plain(step)} · {name}"
+    if is_multiple and not ahead:
+        return term
+    return f"{term} {'+' if offset > 0 else '-'} {_plain(abs(offset))}"
+
+
+def _plain(number: float) -> str:
+    """Without the digits that come from rounding alone."""
+    return str(number) if isinstance(number, int) else f"{number:.12g}"

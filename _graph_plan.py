@@ -985,10 +985,9 @@ class Rounds:
         """When `tick` should be called next; None if no exchange is open."""
         return min((exchange.deadline for exchange in self._open), default=None)
 
-    def close(self) -> None:
-        """Forgets all exchanges."""
-        self._open.clear()
-        self._of_rank.clear()
+    def close(self) -> list[Reply]:
+        """Nothing is left to be said: the ranks hear that the coordinator ends."""
+        return []
 
     def _call_off(self, exchange: _Open, why: str, but: int | None = None) -> list[Reply]:
         self._forget(exchange)

@@ -121,12 +121,13 @@ class _Session:
             return self.client
         failure_before = self._connect_failure
         with self._connecting:
-            self.must_be_open()
             if self.client.is_connected:
                 return self.client
             if self._connect_failure is not failure_before and self._connect_failure is not None:
                 raise self._connect_failure.with_traceback(None)  # another thread's attempt, while this one waited
-            self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
+            with self._lock:
+                self.must_be_open()
+                self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             self.publish()
             try:
                 _client.connect(self.client, self._find, self._facts(), self._connect_within)
@@ -181,7 +182,9 @@ class _Session:
     def close(self) -> None:
         """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent."""
         with self._lock:
-            self.closed = self.closed or "the handshake was closed; make a new Handshake()"
+            if not self.closed:
+                self.closed = "the handshake was closed; make a new Handshake()"
+                _vocabulary.given_group_naming = None
             self._connect_within.cut()
             coordinator, self._coordinator = self._coordinator, None
         self.client.close(self.closed)
@@ -363,7 +366,6 @@ class Handshake:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
         for all ranks. Idempotent; done at exit. A new `Handshake()` starts anew, at position 0 of each line."""
         self._session.close()
-        _vocabulary.given_group_naming = None
 
     def __enter__(self) -> "Handshake":
         return self
@@ -470,11 +472,9 @@ class Ticket:
         count = self._session.splits_seen(fingerprint)
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
-        variable = _rendezvous.DEBUG_VARIABLE
-        hint = f" Set {variable} to a folder to see what differs and what to change"
-        if self._session.client.coordinator.get("debug"):
-            hint = ""
-        elif settings.debug:
+        variable, folder = _rendezvous.DEBUG_VARIABLE, self._session.client.coordinator.get("debug")
+        hint = f" Set {variable} to a folder to see what differs and what to change" if folder is None else ""
+        if folder is None and settings.debug:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
         text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
@@ -681,9 +681,10 @@ def _close() -> None:
 def _forget_after_fork() -> None:
     global _session, _session_lock
     _session_lock = threading.RLock()
+    if _session is not None and not _session.closed and _session.settings.world_size > 1:
+        _forked_ranks.add(_session.settings.rank)
     if _session is not None:
         _session.abandon()
-        _forked_ranks.add(_session.settings.rank)
     _session = None
 
 

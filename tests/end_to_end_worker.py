@@ -35,7 +35,7 @@ from handshake_backend import make_backend  # noqa: E402
 
 handshake = load("handshake")
 _graph = load("_graph")
-_partition = load("_partition")
+_graph_plan = load("_graph_plan")
 
 WORLD = 4
 COMPILE, DISPATCH = "COMPILE_STAGE", "DISPATCH_STAGE"
@@ -104,7 +104,7 @@ class Compiled:
         self,
         *functions: Callable[..., Any],
         dynamic: bool | None = None,
-        groups: str = "exact",
+        groups: str | None = None,
         partial: bool = False,
     ) -> None:
         """Several functions are compiled one by one, and called one after the other."""
@@ -197,14 +197,14 @@ def plan_for_what_is_common():
     def fail(own, segments):
         raise RuntimeError("this graph can't be split")
 
-    make_plan = _partition.OwnGraph.plan
+    make_plan = _graph_plan.OwnGraph.plan
     if rank == 1:
-        _partition.OwnGraph.plan = fail
+        _graph_plan.OwnGraph.plan = fail
     torch._dynamo.reset()
     try:
         expect(Compiled(function, partial=True)(own_matrix()), SPLIT)
     finally:
-        _partition.OwnGraph.plan = make_plan
+        _graph_plan.OwnGraph.plan = make_plan
 
 
 def collectives_of_one_rank_alone():
@@ -361,7 +361,7 @@ def mesh_of_two_by_two():
     def function(x):
         return reduce(torch.tanh(reduce(x * 2, tp)), dp) * 3
 
-    expect(Compiled(function, groups="role")(own_matrix()), FAT)
+    expect(Compiled(function)(own_matrix()), FAT)
     # Every rank's groups are others than its neighbours', and they are all linked.
     torch._dynamo.reset()
     expect(Compiled(function, groups="exact")(own_matrix()), SPLIT)
@@ -382,6 +382,23 @@ def distributed_tensors():
     torch._dynamo.reset()
     differs = rank == 1
     expect(Compiled(function)(*inputs), Seen(split=2, segments=(3, 2)))
+
+
+def distributed_tensors_on_a_mesh_of_two_by_two():
+    """Data parallel by tensor parallel: each rank's groups are its own row and column; fat by default."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def function(x, by_columns, by_rows):
+        batch = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+        hidden = torch.tanh(batch @ DTensor.from_local(by_columns, mesh, [Replicate(), Shard(1)]))
+        summed = hidden @ DTensor.from_local(by_rows, mesh, [Replicate(), Shard(0)])
+        return summed.redistribute(mesh, [Shard(0), Replicate()]).to_local()
+
+    inputs = torch.ones(2, 3) * (1 + rank // 2), own_matrix().T.contiguous(), own_matrix()
+    expect(Compiled(function)(*inputs), FAT)
+    torch._dynamo.reset()
+    seen = Compiled(function, groups="exact")(*inputs)
+    expect((seen.fat, seen.split), (1, 1))  # forward, a rank meets its row alone; backward its column too
 
 
 def sizes_summed(x):
@@ -484,7 +501,7 @@ def voting_backend(vote: Callable[[str, dict[Any, int]], bool], verdicts: list[b
         collectives = _graph.count_collectives(graph_module)
         verdicts.append(vote(_graph.graph_fingerprint(graph_module), collectives))
         if not verdicts[-1]:
-            graph_module = _partition.split_skinny(graph_module)
+            graph_module = _graph_plan.split_skinny(graph_module)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph)

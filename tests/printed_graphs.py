@@ -10,7 +10,7 @@ VOCABULARY = [(TESTS / "data" / "vocabulary" / f"rank{rank}.txt").read_text() fo
 
 
 def without_rank(text):
-    return re.sub(r"# handshake: rank = \d+\n", "", text)
+    return re.sub(r'# handshake: rank = \d+\n|"rank":\d+,', "", text)
 
 
 def small(body, facts="", inputs='x: "f32[2]"'):

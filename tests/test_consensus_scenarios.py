@@ -11,8 +11,8 @@ Events:
     world: 4 ranks
     timeout: 60 s
     group even: 0 2
-    rank 0 votes A: world [0,2), even [0,1)         it blocks until the answer
-    rank 0 votes A, not blocking: world [0,2)       it may cast others meanwhile
+    rank 0 votes A: world [0,2), even [0,1)
+    rank 0 votes A, partial: world [0,2)            it looks for a plan if all others do
     rank 3 is lost: its process exited
     rank 3 rejoins
     5 s pass                                        with whatever falls due in them
@@ -33,7 +33,7 @@ _consensus = load("_consensus")
 GOLDEN = Path(__file__).resolve().parent / "golden"
 TRANSCRIPTS = sorted(GOLDEN.glob("*.txt"))
 
-VOTE = re.compile(r"rank (?P<rank>\d+) votes (?P<fingerprint>[^,:]+)(?P<free>, not blocking)?: (?P<spans>.+)")
+VOTE = re.compile(r"rank (?P<rank>\d+) votes (?P<fingerprint>[^,:]+)(?P<partial>, partial)?: (?P<spans>.+)")
 SPAN = re.compile(r"(?P<group>\w+) \[(?P<start>\d+),(?P<end>\d+)\)")
 
 
@@ -61,7 +61,7 @@ class Player:
         elif match := re.fullmatch(r"group (\w+): ([\d ]+)", event):
             self.groups[match[1]] = tuple(map(int, match[2].split()))
         elif match := VOTE.fullmatch(event):
-            return self.vote(int(match["rank"]), match["fingerprint"], match["spans"], not match["free"])
+            return self.vote(int(match["rank"]), match["fingerprint"], match["spans"], bool(match["partial"]))
         elif match := re.fullmatch(r"rank (\d+) is lost: (.+)", event):
             lines = self.answers(self.machine.drop_rank(int(match[1]), self.now, match[2]))
             self.waiting = [vote for vote in self.waiting if not vote.startswith(f"rank {match[1]} ")]
@@ -76,7 +76,7 @@ class Player:
             raise ValueError(f"no event: {event!r}")
         return []
 
-    def vote(self, rank: int, fingerprint: str, spans: str, blocking: bool) -> list[str]:
+    def vote(self, rank: int, fingerprint: str, spans: str, partial: bool) -> list[str]:
         counts = {}
         for text in spans.split(", "):
             span = SPAN.fullmatch(text)
@@ -88,18 +88,25 @@ class Player:
         try:
             of_rank = _vocabulary.RankCollectiveCounts(counts)
             request = _vocabulary.CollectiveHandshakeRequest(of_rank, fingerprint, rank)
-            decisions = self.machine.put_request(request, self.now, blocking=blocking)
+            if partial:
+                spans = [(group, (count.collective_count_before, count.end)) for group, count in counts.items()]
+                places = [(self.machine.line(group), span) for group, span in spans]
+                voter = self.machine.voter(rank)
+                decisions = list(self.machine.cast(voter, places, fingerprint, request, self.now, partial=True))
+            else:
+                decisions = self.machine.put_request(request, self.now)
         except _vocabulary.HandshakeError as error:
             return self.wrapped(f"  refused, {type(error).__name__}: ", str(error))
         self.waiting.append(f"rank {rank} {fingerprint}")
-        return self.answers(decisions) or ["  waits"]
+        return (self.answers(decisions) or ["  waits"]) + self.let_pass(0.0)
 
     def answers(self, decisions: list) -> list[str]:
         together: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for decision in decisions:
             answered = (decision.rank, f"rank {decision.rank} {decision.request.executable_fingerprint}")
             self.waiting.remove(answered[1])
-            together.setdefault((decision.outcome.name, decision.reason), []).append(answered)
+            outcome = decision.outcome.name + (", and looks for a plan" if decision.plan else "")
+            together.setdefault((outcome, decision.reason), []).append(answered)
         lines = []
         for (outcome, reason), answered in sorted(together.items(), key=lambda item: min(item[1])):
             lines.append(f"  {outcome}: {', '.join(name for _, name in sorted(answered))}")
@@ -115,8 +122,8 @@ class Player:
             self.now = max(self.now, deadline)
             happened = self.answers(self.machine.expire(self.now))
             told: dict[str, list[int]] = {}
-            for notice in self.machine.notices(self.now):
-                told.setdefault(notice.text, []).append(notice.rank)
+            for decision, text in self.machine.notices(self.now):
+                told.setdefault(text, []).append(decision.rank)
             for text, ranks in told.items():
                 happened += self.wrapped(f"  told to {_vocabulary.format_ranks(ranks)}: ", text)
             if happened:

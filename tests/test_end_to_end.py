@@ -40,6 +40,7 @@ IN_BOTH_STAGES = [
     "group_without_the_coordinators_rank",
     "mesh_of_two_by_two",
     "distributed_tensors",
+    "distributed_tensors_on_a_mesh_of_two_by_two",
     "dynamic_shapes",
     "dynamic_shapes_and_a_graph_break_on_one_rank",
     "two_threads_compile_at_once",

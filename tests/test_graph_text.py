@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading the text of graphs. The texts in `data` were printed by torch 2.13; only the paths in them were changed."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layout import TESTS, load
 
 _graph_text = load("_graph_text")
@@ -34,7 +38,9 @@ def test_reads_an_aot_graph(vocabulary):
     body = vocabulary.body
     assert names(body)[:4] == ["arg0_1", "arg1_1", "ge", "lt"]
     assert [node.name for node in body.inputs] == ["arg0_1", "arg1_1"]
-    assert [(argument.text, argument.producer) for argument in body.outputs] == [("wait_tensor", len(body.nodes) - 2)]
+    assert [(argument.text, argument.producer) for argument in body.nodes[-1].arguments] == [
+        ("wait_tensor", len(body.nodes) - 2)
+    ]
     ge = node(vocabulary, "ge")
     assert (ge.op, ge.target) == ("call", "torch.ops.aten.ge.Scalar")
     assert [(a.path, a.text, a.producer) for a in ge.arguments] == [("0", "arg0_1", 0), ("1", "18992", None)]
@@ -46,16 +52,38 @@ def test_reads_an_aot_graph(vocabulary):
 
 def test_a_collective_has_its_group_and_the_users_own_line(vocabulary):
     all_reduce = node(vocabulary, "all_reduce")
-    assert all_reduce.is_collective and not node(vocabulary, "wait_tensor").is_collective
-    assert all_reduce.group.text == "'0'"
-    assert all_reduce.source.is_library
+    assert all_reduce.collective and not node(vocabulary, "wait_tensor").collective
+    assert (all_reduce.group, node(vocabulary, "wait_tensor").group) == ("0", None)
+    assert all_reduce.source.file.endswith("torch/distributed/_functional_collectives.py")
     assert all_reduce.user_source.place == "/home/user/model/vocab_parallel_embedding.py:18"
     assert all_reduce.user_source.code == 'return fc.all_reduce(output, "sum", W)'
 
 
+def test_without_facts_the_users_own_line_is_the_last_one_before():
+    text = (DATA / "vocabulary" / "rank1.txt").read_text().partition("# handshake:")[0]
+    all_reduce = node(only(text), "all_reduce")
+    assert (all_reduce.source.line, all_reduce.user_source.line) == (179, 17)
+    text = text.replace("        embedding:", "        # No stacktrace found for following nodes\n        embedding:")
+    assert node(only(text), "embedding").source is None
+
+
+def test_facts_of_a_nested_body_are_told_from_those_of_the_graph():
+    lines = [
+        "class G(torch.nn.Module):", "    def forward(self, x):", "        c = self.c", "        return (c,)",
+        "    class body_0(torch.nn.Module):", "        def forward(self, x):", "            c = self.c",
+        "            return (c,)", "# handshake: constant c = [1]", "# handshake: constant body_0.c = [2]",
+        "# handshake: mutated body_0.x = add_", "# handshake: source body_0.c = /m.py:3: c = torch.tensor([2])",
+    ]  # fmt: skip
+    body = only("\n".join(lines)).body
+    nested = body.bodies["body_0"]
+    assert [each.constant for each in (body.nodes[1], nested.nodes[1])] == ["[1]", "[2]"]
+    assert [each.mutated_by for each in (body.nodes[0], nested.nodes[0])] == [None, "add_"]
+    assert nested.nodes[1].user_source == ("/m.py", 3, "", "c = torch.tensor([2])")
+
+
 def test_facts_that_torch_does_not_print_are_read(vocabulary):
-    assert vocabulary.facts["rank"] == "1"
-    assert _graph_text.group_ranks(vocabulary.facts) == {"0": [0, 1, 2, 3]}
+    assert vocabulary.rank == 1
+    assert vocabulary.groups == {"0": ((0, 1, 2, 3), "default_pg")}
 
 
 def test_reads_dynamos_graph_with_methods_operators_and_a_nested_body():
@@ -65,8 +93,9 @@ def test_reads_dynamos_graph_with_methods_operators_and_a_nested_body():
     assert node(graph, "invert").target == "operator.invert"
     assert node(graph, "wrap_body_0").op == "get_attr"
     assert node(graph, "e_3").target == "operator.getitem"
-    # A second name for an input is no node of its own.
-    assert node(graph, "ge").arguments[0].producer == names(graph.body).index("L_tok_")
+    # The signature's name of an input is not a node of its own.
+    assert names(graph.body)[:4] == ["l_tok_", "l_weight_", "l_w_", "ge"]
+    assert node(graph, "ge").arguments[0].producer == 0
     assert names(graph.body.bodies["wrap_body_0"]) == ["e_2", "l_w_", "matmul", "relu", "output"]
     checkpoint = node(graph, "tag_activation_checkpoint")
     assert ("use_reentrant", "False", None) in checkpoint.arguments
@@ -82,9 +111,9 @@ def test_reads_symbolic_shapes_and_two_nested_bodies():
     assert ("dtype", "torch.float16", None) in node(graph, "_to_copy").arguments
 
 
-def one(statement, inputs='x: "f32[2]"'):
-    head = f"class GraphModule(torch.nn.Module):\n    def forward(self, {inputs}):\n"
-    return only(f"{head}        {statement}\n        return (x,)\n").body.nodes[-2]
+def one(statement, facts=""):
+    head = 'class GraphModule(torch.nn.Module):\n    def forward(self, x: "f32[2]"):\n'
+    return only(f"{head}        {statement}\n        return (x,)\n{facts}\n")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +131,7 @@ def one(statement, inputs='x: "f32[2]"'):
     ],
 )
 def test_annotations(annotation, expected):
-    made = one(f'y: "{annotation}" = torch.relu(x);  x = None')
+    made = one(f'y: "{annotation}" = torch.relu(x);  x = None').body.nodes[-2]
     assert (made.dtype, made.shape, made.stride, made.device, made.note) == expected
 
 
@@ -121,11 +150,11 @@ def test_annotations(annotation, expected):
         ("y = self.linear(x)", "self.linear", ["x"]),
         ("y = f({'a': 1, 'b': x}, [])", "f", ["1", "x", "[]"]),
         # No Python: the repr of an object, with an address that differs in each process.
-        ("y = f(x, <Stream at 0x7f3a12cd10>, 4)", "f", ["x", "<", "Stream", "at", "0x0>", "4"]),
+        ("y = f(x, <Stream at 0x7f3a12cd10>, 4)", "f", ["x", "<", "Stream", "at", "0x>", "4"]),
     ],
 )
 def test_statements(statement, target, texts):
-    made = one(statement)
+    made = one(statement).body.nodes[-2]
     assert (made.name, made.target, [argument.text for argument in made.arguments]) == ("y", target, texts)
     assert {a.producer for a in made.arguments if a.text == "x"} <= {0}
 
@@ -137,7 +166,7 @@ def test_reads_a_signature_and_an_output_over_several_lines():
         "        add = a + b\n        return (\n            add,  # PlainAOTOutput(idx=0)\n            b,\n        )\n"
     )
     assert names(graph.body) == ["a", "b", "add", "output"]
-    assert [argument.producer for argument in graph.body.outputs] == [2, 1]
+    assert [argument.producer for argument in graph.body.nodes[-1].arguments] == [2, 1]
     assert not graph.is_cut
 
 
@@ -177,7 +206,7 @@ def test_graphs_are_found_in_logs_with_any_prefix(first, others, with_markers, v
         blocks += [f"{first}step 12 took 3 s"]
     graphs = _graph_text.parse("\n".join(blocks))
     assert [graph.fingerprint for graph in graphs] == (["a" * 32, "b" * 32] if with_markers else ["", ""])
-    assert all(graph.body == vocabulary.body and graph.facts == vocabulary.facts for graph in graphs)
+    assert all(graph.body == vocabulary.body and graph.groups == vocabulary.groups for graph in graphs)
 
 
 def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
@@ -185,6 +214,76 @@ def test_every_graph_between_a_pair_of_markers_is_read(vocabulary):
     graphs = _graph_text.parse(f"--- [BEGIN GRAPH MODULE: f] ---\n{text}{text}--- [END GRAPH MODULE: f] ---")
     assert [graph.body for graph in graphs] == [vocabulary.body] * 2
     assert [graph.first_line for graph in graphs] == [2, 2 + text.count("\n")]
+    assert [graph.is_cut for graph in graphs] == [False, False]
+
+
+def test_lines_of_other_threads_between_the_marks_are_no_part_of_the_graph(vocabulary):
+    lines = (DATA / "vocabulary" / "rank1.txt").read_text().splitlines()
+    marked = ["--- [BEGIN GRAPH MODULE: f] ---", *lines[:9], "step 3: loss 2.5", *lines[9:], "epoch = 3"]
+    graph = only("\n".join([*marked, "--- [END GRAPH MODULE: f] ---"]))
+    assert graph.body == vocabulary.body and not graph.is_cut
+
+
+def test_records_are_read_too_also_in_a_log():
+    body = {"name": "G", "nodes": [{"name": "output", "op": "output", "target": "output", "line": "return ()"}]}
+    record = {"handshake_graph": 1, "rank": 3, "body": body}
+    two = "\n".join(json.dumps(each) for each in (record, record | {"fingerprint": "b" * 32}))
+    graphs = _graph_text.parse(two)
+    assert [(graph.rank, graph.fingerprint, graph.first_line) for graph in graphs] == [(3, "", 1), (3, "b" * 32, 2)]
+    assert names(graphs[0].body) == ["output"]
+    logged = only(f"I1 ] --- [BEGIN GRAPH MODULE: {'a' * 32}] ---\nI1 ] {json.dumps(record)}\nI1 ] done")
+    assert (logged.body, logged.fingerprint) == (graphs[0].body, "a" * 32)
+    with pytest.raises(ValueError, match="not a valid graph record"):
+        _graph_text.parse(json.dumps(record)[:-9])
+
+
+def test_what_is_a_collective_is_what_fingerprints_take_for_one():
+    def found(statement):
+        made = one(statement).body.nodes[-2]
+        return made.collective, made.group
+
+    graph = load("_graph")
+    assert found("y = torch.ops._c10d_functional.all_reduce.default(x, 'sum', group_name = 'tp')") == (True, "tp")
+    wrapped = "torch.ops.higher_order.with_effects(x, torch.ops._c10d_functional.all_reduce.default, x, 'sum', '3')"
+    assert found(f"y = {wrapped}") == (True, "3")
+    assert found("y = torch.ops._c10d_functional.wait_tensor.default(x)") == (False, None)
+    assert found("y = torch.ops.aten.add.Tensor(x, 1)") == (False, None)
+    assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (False, None)
+    graph.register_collective("graph_text_test::ring", "group")
+    assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (True, "5")
+
+
+def test_a_printed_graph_says_what_its_record_says():
+    """So that reports are the same whichever of them the ranks have."""
+    torch = pytest.importorskip("torch")
+    import graph_workers as workers
+
+    def program(x, tokens, scale):
+        mask = (tokens >= 18992) & (tokens < 37984)
+        y = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        y = workers.checkpoint(lambda t: torch.relu(t @ t.t()), y, use_reentrant=False)
+        y = workers.funcol.all_reduce(y, "sum", workers.dist.group.WORLD) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x[0:2] = 3
+        scale.mul_(2)
+        return y.sum(dim=(0, 1), keepdim=True).to(torch.float16), x[..., None, 1:], torch.zeros(3, device="cpu:0")
+
+    def said(body):
+        """All but the lines themselves, and sources, of which the text names fewer."""
+        nodes = [node._replace(line="", source=None, user_source=None) for node in body.nodes]
+        sources = [node.user_source.place.split(" in ")[0] for node in body.nodes if node.collective]
+        return nodes, sources, {name: said(nested) for name, nested in body.bodies.items()}
+
+    with workers.world():
+        inputs = torch.ones(4, 4), torch.arange(4), torch.ones(3)
+        graphs = workers.compiled(program, *inputs, dynamic=True).all
+        pairs = [(load("_graph").graph_text(graph), load("_graph").graph_record(graph)) for graph in graphs]
+    assert len(pairs) == 2
+    for text, record in pairs:
+        printed, recorded = only(text), only(record)
+        assert said(printed.body) == said(recorded.body)
+        assert (printed.rank, dict(printed.groups)) == (recorded.rank, dict(recorded.groups))
+        assert recorded.groups and sum(node.collective for node in recorded.body.nodes) == 1
+        assert any(node.mutated_by for node in recorded.body.nodes)
 
 
 def test_defaults_and_variadic_inputs_are_inputs():
@@ -196,9 +295,8 @@ def test_defaults_and_variadic_inputs_are_inputs():
 @pytest.mark.parametrize(
     ("fact", "ranks"),
     [
-        ("ranks 0-2, 7; size 4", [0, 1, 2, 7]),
-        ("rank 3; size 1", [3]),
-        ("[0, 4]", [0, 4]),
+        ("ranks 0-2, 7; size 4", (0, 1, 2, 7)),
+        ("rank 3; size 1; description mesh_tp", (3,)),
         ("ranks 0-1 and 2 more", None),
         (f"ranks 0-{10**8}; size 2", None),
         (f"ranks 0-{'9' * 5000}", None),
@@ -207,7 +305,8 @@ def test_defaults_and_variadic_inputs_are_inputs():
     ],
 )
 def test_ranks_of_a_group(fact, ranks):
-    assert _graph_text.group_ranks({"group 5": fact}).get("5") == ranks
+    groups = one("y = x + 1", facts=f"# handshake: group mesh 5 = {fact}").groups
+    assert groups == ({} if ranks is None else {"mesh 5": (ranks, fact.partition("description ")[2])})
 
 
 def test_bodies_nested_without_end_are_refused():
@@ -227,3 +326,22 @@ def test_a_text_that_is_cut_off_is_said_to_be():
 @pytest.mark.parametrize("text", ["", "hello\nworld", "\0\1\2", "class A:\n    def f(self): pass\n", "class \n" * 50])
 def test_what_is_no_graph_gives_none(text):
     assert _graph_text.parse(text) == []
+
+
+SAMPLES = [(DATA / name).read_text() for name in ("aot_dynamic_cond.txt", "dynamo_checkpoint.txt")]
+PIECES = st.one_of(
+    st.text(max_size=20), st.sampled_from([*"()[]{}'\"\\;:=,#.\n", "\n    ", "class x(torch.nn.Module):", "None"])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 2900), st.integers(0, 300), PIECES), max_size=8))
+def test_whatever_stands_in_a_text_is_read(text, edits):
+    for start, length, piece in edits:
+        text = text[:start] + piece + text[start + length :]
+    for graph in _graph_text.parse(text):
+        bodies = [graph.body]
+        for body in bodies:
+            bodies += body.bodies.values()
+            for position, made in enumerate(body.nodes):
+                assert all(a.producer is None or 0 <= a.producer < position for a in made.arguments)

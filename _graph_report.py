@@ -1,0 +1,1038 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report on a split: what differs between the ranks' graphs, said so that a person can fix it.
+
+**The report.** `explain` compares every variant with the reference (`_graph_diff`): the variant that most ranks have;
+of several, the one with the lowest rank. Rank 0 may be the odd one out. The facts that come of it are written as JSON,
+as text for a log, and on a page: one HTML file without scripts, in which everything that comes from a graph is escaped,
+with the graphs side by side.
+
+**During a job.** The coordinator hands the votes that were answered to `Reports`. Of each split component one graph is
+asked for each distinct fingerprint, of one rank (`send_graph` is that rank's part). When the component is complete and
+its graphs are in, or after REPORT_WAIT_S, a child process (`main`) compares them and writes the report: no verdict
+waits for it, and a folder that hangs stops nothing but the reports. A set of fingerprints is explained again only where
+graphs of it have come in since: a job may split at every step.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import html
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+if __package__:
+    from . import _graph_diff
+    from ._graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from ._vocabulary import HandshakeError, format_ranks
+else:
+    import _graph_diff
+    from _graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from _vocabulary import HandshakeError, format_ranks
+
+_logger = logging.getLogger("torch_tpu.handshake")
+
+
+# Of differences, variants, notes and pieces of advice so many are shown, and of the values of one difference: in a log
+# that is a screen or two, on the page what a browser scrolls with ease.
+MAX_LOG_ITEMS, MAX_LOG_VALUES = 10, 4
+MAX_PAGE_ITEMS, MAX_PAGE_VALUES = 200, 64
+MAX_TEXT_COLUMNS = 110
+# A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
+MAX_LINE_CHARACTERS = 160
+LEAD_CHARACTERS = 40
+# Graphs side by side: of variants, rows, and equal nodes around a changed one; and the characters of a node.
+MAX_COMPARISONS = 12
+MAX_ROWS = 400
+CONTEXT_NODES = 3
+MAX_NODE_CHARACTERS = 2000
+
+# A graph on its way, compressed (one of 100,000 nodes takes some 4 MB), and what it may be unpacked.
+MAX_GRAPH_BYTES = 8 * 2**20
+MAX_TEXT_BYTES = 64 * 2**20
+# Graphs that one report compares; with one variant for each rank, further ones show nothing new.
+MAX_VARIANTS = 64
+# Graphs, compressed, that are kept for reports or on their way; past either bound no more are asked for.
+MAX_GRAPHS = 1024
+MAX_GRAPHS_BYTES = 256 * 2**20
+# Split components that are kept for votes that come late; the ranks that the oldest lack never come.
+MAX_SPLITS = 256
+# Reports of one job, since what differs is known long before; and comparisons that wait, since one runs at a time.
+MAX_REPORTS = 1024
+MAX_WAITING = 64
+# Of each group, the last handshakes that a report mentions; and groups of which they are kept.
+HANDSHAKES_BEFORE = 3
+MAX_LINES = 4096
+# A report is made when the component is complete and its graphs are in, or so long after the split.
+REPORT_WAIT_S = 10.0
+# A graph that was asked for and has not come by then is asked of others; making one of 100,000 nodes takes seconds.
+GRAPH_WITHIN_S = 60.0
+# What one comparison may take; how often to look whether it has ended; and what is left to it when the job ends.
+COMPARE_WITHIN_S = 120.0
+LOOK_EVERY_S = 0.05
+CLOSE_WITHIN_S = 3.0
+# A report's text for the log, what is said of a failure, and how many different failures are said.
+MAX_REPORT_CHARACTERS = 2**18
+MAX_FAILURE_CHARACTERS = 1000
+MAX_FAILURES = 64
+
+# Steps of the messages between the coordinator and a rank.
+LOG, ASK, GRAPH = 0, 1, 2
+# What a rank sends in place of a graph that it can't give begins with this.
+NO_GRAPH = "# no graph: "
+VERSIONS = ("python", "torch", "torch_tpu")
+
+
+class Variant(NamedTuple):
+    """One of the graphs, and who has it."""
+
+    ranks: Sequence[int]  # ascending
+    fingerprint: str = ""  # by which it was found to be another graph
+    graph: Graph | None = None  # None if it is not known
+    note: str = ""  # why there is no graph, or what is to be said about the one that there is
+    hosts: Sequence[str] = ()  # `host:pid` of each of the ranks
+
+
+class Context(NamedTuple):
+    """What is known beside the graphs. Everything may be missing."""
+
+    groups: Sequence[tuple[Sequence[int], tuple[int, int]]] = ()  # ranks of each group, and the span that was split
+    before: Sequence[str] = ()  # the handshakes just before, a line of text each, oldest first
+    reason: str = ""  # why the vote was split
+    notes: Sequence[str] = ()  # what was left out, and which bound made it so
+    versions: Mapping[str, Mapping[str, Sequence[int]]] = {}  # {library: {version: its ranks}}
+    title: str = ""  # what these graphs are, for the heading
+
+
+# --- Advice -----------------------------------------------------------------------------------------------------------
+
+
+# What to do, by topic.
+_ADVICE_TEXT = """\
+versions: The ranks have different library versions (above). Install the same ones everywhere first: other versions
+  decompose, fuse and partition differently.
+hosts: The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile caches
+  (one that is warm on some hosts only can give them an older graph; clear it or share it).
+nothing differs: The graphs of {odd} and of the reference read the same, so their fingerprints differ in something that
+  is not shown: values of tensor constants, inputs that share memory, descriptions of process groups, or how the graph
+  was compiled. A fingerprint of the executable also differs where library versions or compiler flags do.
+shard: The bounds of each rank's shard ({formulas}) are baked into the graph as Python constants{at}. Keep them in a
+  buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
+  function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
+number: A number that depends on the rank ({formulas}) is baked into the graph as a Python constant{at}. Pass it in as a
+  tensor, and compute with that (where it is an index or the start of a slice, by `x.index_select(dim, start +
+  torch.arange(length))`): then all ranks trace one graph.
+constant: A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment
+  variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor.
+setting: An argument that no tensor can stand for (a kind of reduction, an epsilon, a dimension, a flag) is not the same
+  on all ranks{at}: it comes from a setting, an environment variable or a branch on the rank. Make it equal on all
+  ranks.
+tensor constant: A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it
+  once in `__init__` with `register_buffer`, or pass it in as an input.
+graph break: One graph ends or begins where the other goes on{at}: probably a graph break, or a function compiled
+  separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
+  `torch.compile(fullgraph=True)` turns a break into an error at its place. If no rank breaks there, the rest is under a
+  condition that depends on the rank: run it on all ranks.
+collectives: Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another forever.
+  Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to give), not
+  under a condition that depends on the rank.
+graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are at different places of
+  the program. Look for a branch on the rank or on data before this point, or for a graph break, a recompile or a warm
+  compile cache on some ranks only.
+operations: The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, and
+  remove it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some
+  ranks only (clear it or share it), or a partitioner that chose differently.
+order of collectives: The same collectives come in another order on {odd}{at}: on the device the ranks would wait for
+  one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
+  keys, not over a set or dict that was filled in another order; without passes that reorder by timings measured in each
+  process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for
+  all.
+shape: Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; uneven
+  shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before
+  the first call, or `torch.compile(dynamic=True)`.
+dtype: The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded checkpoint
+  are the same everywhere.
+stride: The stride is not the same on all ranks{at}: call `.contiguous()` (or use one memory format) before the compiled
+  part.
+device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
+name of a group: The group has the same ranks but was created under another name{at}: names are counted in the order of
+  creation. Create the groups in the same order, and as many, on all ranks (every rank calls new_group for every group,
+  its own or not), or take them from one DeviceMesh.
+group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
+  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on all ranks, and
+  create the groups in the same order on all of them.
+change in place: An input is changed in place on some ranks only{at}: change it on all ranks or on none, or work on a
+  copy.
+inputs: The graphs take different inputs: check that all ranks have the same parameters and the same optional arguments,
+  that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or on
+  none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call.
+outputs: The graphs return different values: check that the same parameters need gradients on all ranks, that the
+  function returns the same on all, and that a compile cache or partitioner did not choose other tensors to save for
+  backward on some ranks.
+text: No operation differs, only how the graph is written{at}: arguments that are passed by position or in another
+  order, or texts that different library versions have printed. Call it in one way, and install the same versions on all
+  ranks."""
+_ADVICE = dict(" ".join(topic.split()).split(": ", 1) for topic in re.split(r"\n(?! )", _ADVICE_TEXT))
+
+# Operations whose integers are sizes, or the places of a part; those that compute with a number, which may be a tensor;
+# and among these, those that find what of an index is in a shard.
+_SIZE_OPERATIONS = frozenset(
+    "slice slice_scatter narrow constant_pad_nd pad view _unsafe_view reshape expand repeat split split_with_sizes "
+    "chunk unfold as_strided full zeros ones empty rand randn arange new_full new_zeros new_ones new_empty".split()
+)
+_NUMBER_OPERATIONS = frozenset(
+    "add sub rsub mul div truediv floordiv remainder mod pow eq ne ge gt le lt maximum minimum clamp clamp_min "
+    "clamp_max where masked_fill fill select getitem".split()
+)
+_BOUND_OPERATIONS = frozenset("ge gt le lt sub rsub clamp clamp_min clamp_max where masked_fill".split())
+
+
+def _constant_topic(difference: Difference) -> str:
+    node, formula = difference.node, difference.formula
+    name = re.sub(r"^torch\.ops\.\w+\.(\w+).*|^.*\.", r"\1", node.target).rstrip("_")
+    if name in _SIZE_OPERATIONS:
+        # A part that has the same size everywhere begins at another place.
+        is_start = name in ("slice", "narrow") and node.shape is not None and not difference.follows
+        return "number" if is_start and formula else "shape"
+    sides = (difference.sides[0], *difference.values.values())
+    are_numbers = all(
+        _graph_diff.NUMBER.match(each) or each.endswith(", computed") or each == NOT_THERE for each in sides
+    )
+    if not are_numbers or name not in _NUMBER_OPERATIONS:
+        return "setting"
+    if not formula:
+        return "constant"
+    # A stride of one is more likely a number of its own, such as a seed; and no index is a floating point number.
+    is_bound = name in _BOUND_OPERATIONS and "·" in formula and not re.match(r"b?f\d", node.dtype)
+    return "shard" if is_bound else "number"
+
+
+def _topics(difference: Difference) -> Iterator[str]:
+    """The pieces of advice that a difference calls for."""
+    kind = difference.kind
+    if kind == "constant":
+        yield _constant_topic(difference)
+    elif kind == "group" and "same ranks" in difference.what:
+        yield "name of a group"
+    elif kind in _ADVICE:
+        yield "change in place" if difference.what == "change in place" else kind
+    else:  # operations, and collectives among them
+        if difference.at_end and len(difference.nodes) > 1:
+            yield "graph break"
+        elif kind == "number of collectives" or any(each.collective for each in (difference.node, *difference.nodes)):
+            yield "collectives"
+        if kind != "number of collectives":
+            yield "operations"
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def explain(variants: Iterable[Variant], context: Context | None = None) -> "Report":
+    """Compares the variants of a graph.
+
+    Args:
+        variants: one for each distinct fingerprint. An iterator is read one at a time, since 64 large graphs take much
+            memory; it must give them largest first. All others are put in that order.
+        context: what is known beside the graphs.
+    """
+    if not isinstance(variants, Iterator):
+        variants = sorted(variants, key=lambda variant: (-len(variant.ranks), variant.ranks))
+    return Report(variants, context or Context())
+
+
+class Report:
+    """What differs between the variants of one graph. Its public attributes are listed in `__init__`."""
+
+    def __init__(self, variants: Iterable[Variant], context: Context) -> None:
+        self.context = context
+        self.variants: list[Variant] = []  # largest first, without their nodes
+        self.reference = 0  # the variant that the others are compared with: the first whose graph is known
+        self.comparisons: dict[int, Comparison] = {}  # by index of the variant
+        # Variants that differ from the reference in the same places, together; only the first's bodies are kept.
+        self.alike: dict[Any, list[int]] = {}
+        self._graph: Graph | None = None  # the reference's
+        sizes: dict[int, str] = {}
+        groups = [ranks for ranks, _ in context.groups]
+        cache: dict[int, Keys] = {}
+        for number, variant in enumerate(variants):
+            graph = variant.graph
+            if graph is not None:
+                sizes[number] = _graph_diff.describe_size(graph.body)
+                groups += [ranks for ranks, _ in graph.groups.values()]
+                variant = variant._replace(graph=graph._replace(body=Body("", [], {})))
+                if self._graph is None:
+                    self.reference, self._graph = number, graph
+                else:
+                    self._keep(number, _graph_diff.compare(self._graph, graph, cache))
+            self.variants.append(variant)
+        self.differences = _graph_diff.merge(self.comparisons)  # in the order of the reference
+        for difference in self.differences:
+            if difference.kind == "constant":
+                values = {rank: side for ranks, side in self.sides(difference) if side != NOT_THERE for rank in ranks}
+                difference.formula = _graph_diff.recognise(values, groups)
+        self.facts = self._facts(sizes)  # what there is to say, as JSON; the text and the page are made from it
+
+    def _keep(self, number: int, comparison: Comparison) -> None:
+        pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
+        numbers = self.alike.setdefault(pattern, [])
+        numbers.append(number)
+        is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
+        self.comparisons[number] = comparison if is_shown else comparison._replace(bodies=[])
+
+    def ranks(self, numbers: Iterable[int] | None = None) -> str:
+        """The ranks of these variants, or of all."""
+        variants = self.variants if numbers is None else map(self.variants.__getitem__, numbers)
+        return format_ranks(rank for variant in variants for rank in variant.ranks)
+
+    def sides(self, difference: Difference) -> list[tuple[list[int], str]]:
+        """(ranks, value) of each value, the reference's first, then in the order of the variants."""
+        ranks_of = {difference.sides[0]: list(self.variants[self.reference].ranks)}
+        for number, value in sorted(difference.values.items()):
+            ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
+        return [(ranks, value) for value, ranks in ranks_of.items()]
+
+    def headline(self) -> str:
+        """Who has how many graphs."""
+        title = f"{self.context.title}: " if self.context.title else ""
+        if len(self.variants) == 1:
+            return f"{title}one graph, on {self.ranks()}"
+        return f"{title}{self.ranks()} have {len(self.variants)} different graphs"
+
+    def _facts(self, sizes: Mapping[int, str]) -> dict[str, Any]:
+        context = self.context
+        versions = []
+        for library, ranks_of in sorted(context.versions.items()):
+            largest_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+            texts = [f"{version} on {format_ranks(ranks)}" for version, ranks in largest_first]
+            versions += [f"{library}: {', '.join(texts)}"] if len(texts) > 1 else []
+        variants = []
+        for number, (ranks, fingerprint, _, _, hosts) in enumerate(self.variants):
+            variant = {"name": _letters(number), "ranks": format_ranks(ranks), "size": sizes.get(number, "")}
+            variants.append({**variant, "fingerprint": fingerprint, "hosts": list(hosts)})
+        differences = []
+        for each in self.differences:
+            sides = [{"ranks": format_ranks(ranks), "value": value} for ranks, value in _shown(self.sides(each))]
+            fact: dict[str, Any] = {
+                "kind": each.kind,
+                "place": self._place(each),
+                "what": each.what,
+                "source": _source_of(each),
+            }
+            fact |= {"sides": sides, "formula": each.formula, "alike": each.alike, "follows": each.follows}
+            differences.append(fact)
+        return {
+            "handshake_report": 1,
+            "headline": self.headline(),
+            "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
+            "reason": context.reason,
+            "versions": versions,
+            "variants": variants,
+            "reference": _letters(self.reference),
+            "differences": differences,
+            "advice": self._advice(bool(versions)),
+            "before": list(context.before),
+            "notes": [*self._notes(), *context.notes],
+        }
+
+    def _place(self, difference: Difference) -> str:
+        """Node, position and operation of a difference; where on its group's line it is, if it is a collective."""
+        if difference.kind == "graph" or self._graph is None:
+            return "the whole graph"
+        body = f"of nested body `{difference.body}`" if difference.body else f"of {len(self._graph.body.nodes):,}"
+        place = f"{'before ' if difference.what == 'added' else ''}node {difference.position:,} {body}"
+        node = difference.node
+        if difference.what not in ("inputs", "outputs", "added"):
+            operation = f" = {_graph_diff.short_target(node.target)}" if node.op == "call" else f" ({node.op})"
+            place += f", `{node.name}`{operation}"
+        group = next((each.group for each in (node, *difference.nodes) if each.collective and each.group), None)
+        if group is not None and group in self._graph.groups and not difference.body:
+            before = self._graph.body.nodes[: difference.position]
+            number = sum(each.collective and each.group == group for each in before)
+            for members, (start, _) in self.context.groups:
+                if sorted(members) == sorted(self._graph.groups[group][0]):
+                    place += f", position {start + number} on the line of {format_ranks(members)}"
+        return place
+
+    def _advice(self, do_versions_differ: bool) -> list[str]:
+        """What to change, the most telling first; each piece once, with the place of the first difference it is for."""
+        found: dict[str, str] = {}
+        variants_of: dict[str, set[int]] = {}  # by host
+        for number, variant in enumerate(self.variants):
+            for address in variant.hosts:
+                variants_of.setdefault(address.rpartition(":")[0], set()).add(number)
+        addresses = sum(len(variant.hosts) for variant in self.variants)
+        if do_versions_differ:
+            found["versions"] = _ADVICE["versions"]
+        elif len(self.variants) > 1 and 1 < len(variants_of) < addresses and max(map(len, variants_of.values())) == 1:
+            found["hosts"] = _ADVICE["hosts"]
+        topics = [(difference, list(_topics(difference))) for difference in self.differences]
+        for difference, of_difference in topics:
+            at = f" ({difference.source.place})" if difference.source else ""
+            for topic in of_difference:
+                if topic not in found:
+                    formulas = dict.fromkeys(f"`{each.formula}`" for each, of_each in topics if topic in of_each)
+                    words = {"odd": self.ranks(difference.odd), "at": at, "formulas": ", ".join([*formulas][:3])}
+                    found[topic] = _ADVICE[topic].format(**words)
+        if "graph break" in found:
+            found.pop("inputs", None)  # what the rest takes
+        if "order of collectives" in found:
+            found.pop("group", None)  # in another order each rank's own groups may be meant
+        same = [number for number, comparison in self.comparisons.items() if not comparison.differences]
+        if same:
+            found["nothing differs"] = _ADVICE["nothing differs"].format(odd=self.ranks(same))
+        return list(found.values())
+
+    def _notes(self) -> list[str]:
+        """What the report lacks, and why."""
+        concerned: dict[str, list[int]] = {}
+        for number, variant in enumerate(self.variants):
+            reasons = [variant.note] if variant.note else []
+            if variant.graph is None:
+                reasons = [f"not compared: {variant.note or 'the graph is not known'}"]
+            elif variant.graph.is_cut:
+                reasons.append("the text of the graph is cut off: what is missing at its end may be there in fact")
+            own = variant.graph.fingerprint if variant.graph is not None else ""
+            if (own or variant.fingerprint).startswith("unhashable-"):
+                reasons.append("the graph could not be hashed, so it equals no other: see the warning on that rank")
+            for reason in reasons:
+                concerned.setdefault(reason, []).append(number)
+        notes = [f"{reason} ({self.ranks(numbers)})" for reason, numbers in concerned.items()]
+        dropped = max((comparison.dropped for comparison in self.comparisons.values()), default=0)
+        if dropped:
+            bound = f"MAX_DIFFERENCES_PER_VARIANT={_graph_diff.MAX_DIFFERENCES_PER_VARIANT}"
+            notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
+        return notes
+
+    def text(self, most_items: int = MAX_LOG_ITEMS, most_values: int = MAX_LOG_VALUES) -> str:
+        """The report as text."""
+        facts = self.facts
+        lines = [facts["headline"]]
+        for each in facts["groups"]:
+            lines.append(f"  On the line of {each['ranks']}: collectives [{each['span'][0]}, {each['span'][1]})")
+        lines += [f"  Reason: {facts['reason']}"] if facts["reason"] else []
+        lines += [f"  Library versions differ: {line}" for line in facts["versions"]]
+        if len(self.variants) > 1:
+            lines.append(f"Variants, largest first; {facts['reference']} is the reference:")
+            lines += [
+                f"  {each['name']}  {each['ranks']}  {_description(each)}" for each in facts["variants"][:most_items]
+            ]
+            left = range(most_items, len(self.variants))
+            lines += [f"  and {number_of(len(left), 'variant')} more on {self.ranks(left)}"] if left else []
+        differences = facts["differences"]
+        if differences:
+            follows = sum(each["follows"] for each in differences)
+            also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
+            places = sum(1 + len(each["alike"]) for each in differences)
+            lines.append(f"What differs, in {number_of(places, 'place')}{also}:")
+        for number, each in enumerate(differences[:most_items], 1):
+            lines.append(_cut(f"  {number}. {each['kind']}: {each['place']}, {each['what']}", 2 * MAX_LINE_CHARACTERS))
+            sides = [f"{side['ranks']}: {_cut(side['value'])}" for side in each["sides"]]
+            if len(sides) > most_values:
+                sides = [*sides[: most_values - 1], f"… {len(sides) - most_values} more …", sides[-1]]
+            alike = each["alike"]
+            shown = ", ".join(map(str, alike[:6])) + (" …" if len(alike) > 6 else "")
+            below = [
+                each["source"],
+                *sides,
+                f"= {each['formula']}" if each["formula"] else "",
+                f"the same at {number_of(len(alike), 'more place')}: node {shown}" if alike else "",
+            ]
+            lines += [f"     {line}" for line in below if line]
+        if more := Counter(each["kind"] for each in differences[most_items:]):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
+            lines.append(f"  and {more.total():,} more ({kinds})")
+        lines += ["What to do:"] if facts["advice"] else []
+        for advice in facts["advice"][:most_items]:
+            wrapped = textwrap.wrap(advice, MAX_TEXT_COLUMNS, break_long_words=False, break_on_hyphens=False)
+            lines += [f"  {' ' if number else '-'} {line}" for number, line in enumerate(wrapped)]
+        lines += ["Handshakes just before:"] if facts["before"] else []
+        lines += [f"  {line}" for line in facts["before"]]
+        notes = [f"Note: {note}" for note in facts["notes"]]
+        lines += notes[:most_items]
+        lines += [f"and {len(notes) - most_items} more notes"] if len(notes) > most_items else []
+        return "\n".join(lines) + "\n"
+
+
+def _description(variant: Mapping[str, Any]) -> str:
+    """Size and fingerprint of a variant, and where its ranks run."""
+    hosts, fingerprint = variant["hosts"], variant["fingerprint"]
+    where = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+    parts = [variant["size"], f"fingerprint {_cut(fingerprint, 17)}" if fingerprint else "", where]
+    return "; ".join(filter(None, parts))
+
+
+def _shown(sides: list[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
+    """The sides as they are to be read: long ones from a little before the first character that differs."""
+    values = sorted(value for _, value in sides if value != NOT_THERE)
+    start = 0
+    if len(values) > 1 and max(map(len, values)) > MAX_LINE_CHARACTERS:
+        # What the first and the last begin with, all do.
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values[0], values[-1], strict=False))
+        start = max(0, sum(1 for _ in alike) - LEAD_CHARACTERS)
+    shown = [value if value == NOT_THERE or not start else f"…{value[start:]}" for _, value in sides]
+    return [(ranks, _cut(value, MAX_NODE_CHARACTERS)) for (ranks, _), value in zip(sides, shown, strict=True)]
+
+
+def _source_of(difference: Difference) -> str:
+    """The user's line; of an input the line that reads it first."""
+    source = difference.source
+    first = "first used in " if difference.node.op == "placeholder" else ""
+    return "" if source is None else f"{first}{_source_text(source)}"
+
+
+def _source_text(source: Source) -> str:
+    return f"{source.place}: {_cut(source.code)}" if source.code else source.place
+
+
+def _letters(number: int) -> str:
+    """A variant's short name: A for the first, A1 after Z."""
+    return f"{chr(65 + number % 26)}{number // 26 or ''}"
+
+
+def _cut(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
+    text = text.replace("\n", " ")
+    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #59636e; --panel: #f6f8fa; --old: #ffebe9;
+  --new: #dafbe1; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9198a1; --panel: #151b23;
+  --old: #3c1618; --new: #12321d; } }
+body { margin: 0 auto; max-width: 1500px; padding: 1rem 1.5rem 4rem; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
+pre, td { font: 12.5px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { background: var(--panel); padding: 1rem; } table { border-collapse: collapse; table-layout: fixed; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; } .at { width: 4.2rem; color: var(--soft); }
+th, .wide { background: var(--panel); color: var(--soft); } .old { background: var(--old); }
+.new { background: var(--new); }
+"""
+
+
+def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()) -> str:
+    """The page for one or several reports: HTML, light or dark as the reader's system is.
+
+    Args:
+        reports: what to show, in order: the text, and the graphs side by side.
+        heading: a line above them, where there are several.
+        notes: lines above the reports.
+    """
+    heading = heading or (reports[0].headline() if reports else "No graphs")
+    parts = [
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{html.escape(heading)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(heading)}</h1>",
+        *(f"<p>{html.escape(note)}</p>" for note in notes),
+    ]
+    if len(reports) > 1:
+        links = (f'<li><a href="#report{k}">{html.escape(each.headline())}</a></li>' for k, each in enumerate(reports))
+        parts.append(f"<ul>{''.join(links)}</ul>")
+    for number, report in enumerate(reports):
+        parts.append(f'<pre id="report{number}">{html.escape(report.text(MAX_PAGE_ITEMS, MAX_PAGE_VALUES))}</pre>')
+        parts += _comparisons(report)
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _comparisons(report: Report) -> Iterator[str]:
+    # Of graphs that have nothing in common there is nothing to lay side by side.
+    alike = [
+        each
+        for each in report.alike.values()
+        if any(d.kind != "graph" for d in report.comparisons[each[0]].differences)
+    ]
+    for first, *others in alike[:MAX_COMPARISONS]:
+        names = [f"{_letters(number)} ({report.ranks([number])})" for number in (report.reference, first)]
+        also = f"; the same places differ on {report.ranks(others)}" if others else ""
+        yield f"<h2>Side by side: {html.escape(' and '.join(names))}{also}</h2>"
+        for body in report.comparisons[first].bodies:
+            yield from _side_by_side(body, names)
+    left = len(alike) - MAX_COMPARISONS
+    if left > 0:
+        yield f"<p>{left} more comparisons are left out (MAX_COMPARISONS={MAX_COMPARISONS}).</p>"
+
+
+def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]:
+    """The changed regions of two bodies, with a few equal nodes around each."""
+    rows = list(_rows(comparison))
+    changed = [number for number, row in enumerate(rows) if row[2]]
+    near = sorted({k + d for k in changed for d in range(-CONTEXT_NODES, CONTEXT_NODES + 1)} & {*range(len(rows))})
+    if not near:
+        return
+    yield "<table><tr>" + "".join(f'<th class="at"></th><th>{html.escape(name)}</th>' for name in names) + "</tr>"
+    if comparison.path:
+        yield _wide(f"nested body {comparison.path}")
+    bodies = comparison.reference, comparison.other
+    last, source = -1, None
+    for number in near[:MAX_ROWS]:
+        if number > last + 1:
+            yield _wide(f"… {number_of(number - last - 1, 'equal node')} …")
+        last = number
+        *places, is_changed = rows[number]
+        nodes = [None if at is None else body.nodes[at] for at, body in zip(places, bodies, strict=True)]
+        line = next((node.user_source for node in nodes if node is not None), None)
+        if line is not None and (source is None or line[:2] != source[:2]):
+            source = line
+            yield _wide(_source_text(source))
+        row = ""
+        for at, node, style in zip(places, nodes, ("old", "new"), strict=True):
+            cell = "" if node is None else html.escape(_cut(node.line, MAX_NODE_CHARACTERS))
+            style = style if cell and is_changed else ""
+            row += f'<td class="at">{"" if at is None else at}</td><td class="{style}">{cell}</td>'
+        yield f"<tr>{row}</tr>"
+    if len(near) > MAX_ROWS:
+        yield _wide(f"… {number_of(len(near) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
+    elif last < len(rows) - 1:
+        yield _wide(f"… {number_of(len(rows) - 1 - last, 'equal node')} …")
+    yield "</table>"
+
+
+def _rows(comparison: BodyComparison) -> Iterator[tuple[int | None, int | None, bool]]:
+    """(position in the reference, in the variant, whether it is changed) of each line; a position may be None."""
+    i = j = 0
+    ends = (len(comparison.reference.nodes), len(comparison.other.nodes))
+    for next_i, next_j in [*comparison.pairs, ends]:
+        for k in range(max(next_i - i, next_j - j)):
+            yield i + k if i + k < next_i else None, j + k if j + k < next_j else None, True
+        if next_i < ends[0]:
+            yield next_i, next_j, next_i in comparison.changed
+        i, j = next_i + 1, next_j + 1
+
+
+def _wide(text: str) -> str:
+    return f'<tr><td colspan="4" class="wide">{html.escape(text)}</td></tr>'
+
+
+def write_file(path: str, content: str) -> None:
+    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
+
+    Raises:
+        OSError: with the path as it was given.
+    """
+    is_file = os.path.isfile(path) or not os.path.exists(path)
+    target = os.path.realpath(path)
+    unfinished = os.path.join(os.path.dirname(target), f".handshake-{os.getpid()}.part") if is_file else path
+    try:
+        with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(content)
+        if is_file:
+            os.replace(unfinished, target)
+    except OSError as error:
+        if is_file:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+# --- The process that makes a report ----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes one report: the job is on the standard input, what is to be logged goes to the standard output.
+
+    The job is a line of JSON, `{"context": {…}, "variants": [{"ranks", "fingerprint", "note", "hosts"}, …], "bytes":
+    [number, …]}`, the fields of `Context` and `Variant`, and after it the graphs, as the ranks sent them, each of as
+    many bytes as the line says.
+
+    Args:
+        arguments: one, the path of the files without their suffixes.
+
+    Returns:
+        0; or 2 for a failure, with its reason instead of a report.
+    """
+    try:
+        said, status = _make_report(sys.stdin.buffer, arguments[0]), 0
+    except Exception as error:
+        # Without the file's name: the same for every split that it hinders.
+        failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        said, status = failure[:MAX_FAILURE_CHARACTERS], 2
+    sys.stdout.buffer.write(said.encode("utf-8", "replace"))
+    return status
+
+
+def _make_report(source: BinaryIO, stem: str) -> str:
+    """The text for the log."""
+    job = json.loads(source.readline())
+    context = Context(**job["context"])
+    variants = [Variant(**fields) for fields in job["variants"]]
+    # By their length: whoever was forked meanwhile may hold the other end open.
+    payloads = (source.read(length) for length in job["bytes"])
+    try:
+        report = explain(map(_with_graph, variants, payloads), context)
+        text, as_page = report.text(), page([report])
+    except Exception as error:  # who reads it wants to know which ranks, even if a graph is too strange to compare
+        note = f"the graphs could not be compared: {type(error).__name__}: {error}"
+        report = explain(variants, context._replace(notes=[*context.notes, note]))
+        text, as_page = report.text(), page([report])
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
+    pointer = f"(side by side: {stem}.html)"
+    try:
+        write_file(f"{stem}.json", json.dumps(report.facts, indent=1) + "\n")
+        write_file(f"{stem}.html", as_page)
+    except OSError as error:
+        pointer = f"Note: the page could not be written: {error}"
+    write_file(f"{stem}.txt", f"{text}{pointer}\n")
+    return text + pointer
+
+
+def _with_graph(variant: Variant, payload: bytes) -> Variant:
+    """The variant with the graph that a rank sent, or with a note that says why there is none."""
+    if not payload:
+        return variant
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(payload, MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise ValueError(f"the graph is larger than {MAX_TEXT_BYTES >> 20} MiB (MAX_TEXT_BYTES)")
+        if not unpacker.eof:
+            raise ValueError("the graph arrived cut off")
+        text = data.decode("utf-8", "replace")
+        if text.startswith(NO_GRAPH):
+            raise ValueError(text.removeprefix(NO_GRAPH).strip())
+        if text.startswith('{"handshake_graph"'):
+            return variant._replace(graph=_graph_diff.read_record(text))
+        graphs = _read_printed(text)
+        if not graphs:
+            raise ValueError("the text holds no graph that could be read")
+    except zlib.error as error:
+        return variant._replace(note=f"the graph can't be unpacked: {error}")
+    except ValueError as error:
+        return variant._replace(note=str(error))
+    several = "the text holds several graphs: only the first is compared" if len(graphs) > 1 else ""
+    return variant._replace(graph=graphs[0], note=several)
+
+
+def _read_printed(text: str) -> list[Graph]:
+    if importlib.util.find_spec(f"{__package__}._graph_text" if __package__ else "_graph_text") is None:
+        raise ValueError("the graph was sent as printed text, and the file that reads it, _graph_text.py, is missing")
+    if __package__:
+        from ._graph_text import parse
+    else:
+        from _graph_text import parse
+    return parse(text)
+
+
+# --- During a job -----------------------------------------------------------------------------------------------------
+
+
+class Channel(Protocol):
+    """What a rank sends to the coordinator by."""
+
+    def send(self, step: int, payload: bytes) -> None: ...
+
+
+def send_graph(channel: Channel, source: str | Callable[[], str]) -> None:
+    """Sends this rank's graph, which the coordinator has asked for.
+
+    Args:
+        channel: where to.
+        source: the graph, as a record or as printed text, or a callable that makes it.
+    """
+    try:
+        text = source() if callable(source) else source
+        if not isinstance(text, str):
+            raise TypeError(f"it must be text, not {type(text).__name__}")
+    except Exception as error:
+        _logger.warning("handshake: the graph of a split could not be printed", exc_info=True)
+        text = f"{NO_GRAPH}the graph could not be printed: {error!r}"
+    payload = zlib.compress(text.encode("utf-8", "replace"))
+    if len(payload) > MAX_GRAPH_BYTES:
+        text = (
+            f"{NO_GRAPH}it takes {len(payload):,} bytes, compressed, of at most {MAX_GRAPH_BYTES:,} (MAX_GRAPH_BYTES)"
+        )
+        payload = zlib.compress(text.encode())
+    try:
+        channel.send(GRAPH, payload)
+    except HandshakeError as error:
+        _logger.debug("handshake: a graph could not be sent: %s", error)
+
+
+Settled = Any  # the core's: rank, number, flags, digest, spans, outcome, reason, has_graph
+Span = tuple[Any, int, int]  # the line of a group, with `ranks` and `name`; start, end
+Frame = tuple[int, int, int, bytes]  # to a rank: rank, number of its vote, step, payload
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Split:
+    """One split component. Its report is made by `report_due`; None once it is made."""
+
+    reason: str
+    report_due: float | None
+    digest_of: dict[int, bytes] = dataclasses.field(default_factory=dict)  # the fingerprint's, by rank
+    spans: dict[Span, None] = dataclasses.field(default_factory=dict)  # in the order in which they were voted on
+    missing: set[int] = dataclasses.field(default_factory=set)  # ranks that have not voted
+    compared: set[bytes] = dataclasses.field(default_factory=set)  # the digests whose graphs the report compares
+    left_out: dict[bytes, str] = dataclasses.field(default_factory=dict)  # others that have graphs, and for which bound
+
+    def meets(self, spans: Iterable[Span]) -> bool:
+        """Whether any of the spans overlaps one of the component's."""
+        return any(
+            line is mine and start < end_of_mine and start_of_mine < end
+            for line, start, end in spans
+            for mine, start_of_mine, end_of_mine in self.spans
+        )
+
+
+class _Job(NamedTuple):
+    """A comparison to be made."""
+
+    stem: str  # the path of its files without their suffixes
+    head: dict[str, Any]  # what `main` reads, and after it the graphs
+    graphs: list[bytes]
+    ranks: list[int]  # of the split
+
+
+class _Running(NamedTuple):
+    """The comparison that runs, where it writes to, and until when it may."""
+
+    job: _Job
+    process: subprocess.Popen[bytes]
+    output: BinaryIO
+    until: float
+
+
+class Reports:
+    """What the coordinator does about reports. No thread, and no clock but in `close`; what is to be sent is returned.
+
+    Methods return frames for ranks: (rank, number, step, payload). ASK asks a rank for the graph of its vote of that
+    number. LOG, with number 0, is a text that the rank logs.
+    """
+
+    def __init__(
+        self, folder: str, facts_of: Callable[[int], Mapping[str, Any]], coordinator_rank: int, command: Sequence[str]
+    ) -> None:
+        """
+        Args:
+            folder: where the reports go; it is made with the first one.
+            facts_of: what a rank said of itself when it connected: host, pid, python, torch, torch_tpu.
+            coordinator_rank: the rank that logs the reports.
+            command: the command line that calls this module's `main`, to which the argument is added.
+        """
+        self._folder, self._facts_of = folder, facts_of
+        self._coordinator_rank, self._command = coordinator_rank, list(command)
+        self._recent: dict[Any, list[tuple[int, int, str]]] = {}  # by line: (start, end, how it ended)
+        self._splits: list[_Split] = []
+        self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
+        self._asked: dict[bytes, tuple[int, int, float]] = {}  # by digest: rank, number, until when
+        self._explained: set[bytes] = set()
+        self._jobs: deque[_Job] = deque()
+        self._running: _Running | None = None
+        self._look_at = 0.0
+        self._failures: set[str] = set()
+
+    def settled(self, votes: Sequence[Settled], now: float) -> list[Frame]:
+        """Takes the votes that were answered in one step, also those that were not split."""
+        together: dict[str, list[Settled]] = {}
+        for vote in votes:
+            if vote.outcome.name == "SPLIT":
+                together.setdefault(vote.reason, []).append(vote)
+        frames = [frame for of_reason in together.values() for frame in self._add(of_reason, now)]
+        for vote in votes:
+            outcome = "fat" if vote.outcome.name == "FAT" else f"{vote.outcome.name} ({vote.reason})"
+            for line, start, end in vote.spans:
+                recent = self._recent.setdefault(line, [])
+                if (start, end, outcome) not in recent:
+                    recent.append((start, end, outcome))
+                    del recent[: -2 * HANDSHAKES_BEFORE]
+        while len(self._recent) > MAX_LINES:
+            del self._recent[next(iter(self._recent))]
+        return frames + self.tick(now)
+
+    def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Frame]:
+        """Takes a message of a rank: a graph that it was asked for. Others are ignored."""
+        for digest, asked in self._asked.items() if step == GRAPH else ():
+            if asked[:2] == (rank, number):
+                del self._asked[digest]
+                self._graphs[digest] = payload
+                break
+        return self.tick(now)
+
+    def drop_rank(self, rank: int, now: float) -> list[Frame]:
+        """A rank is gone: no report waits for its graph."""
+        self._asked = {digest: asked for digest, asked in self._asked.items() if asked[0] != rank}
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Frame]:
+        """Makes the reports that are due. To be called at `next_deadline`."""
+        frames: list[Frame] = []
+        for split in self._splits:
+            is_complete = not split.missing and self._asked.keys().isdisjoint(split.compared)
+            if split.report_due is not None and (is_complete or split.report_due <= now):
+                frames += self._explain(split)
+        self._splits = [split for split in self._splits if split.missing or split.report_due is not None]
+        while self._running is not None or self._jobs:
+            if self._running is None:
+                frames += self._start(self._jobs.popleft(), now)
+            elif self._running.process.poll() is None and now < self._running.until:
+                self._look_at = now + LOOK_EVERY_S
+                break
+            else:
+                frames += self._finish()
+        return frames
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is to be called, or None."""
+        due = [split.report_due for split in self._splits if split.report_due is not None]
+        return min([*due, *([self._look_at] if self._running is not None else [])], default=None)
+
+    def close(self) -> list[Frame]:
+        """Makes the reports that are due, as far as CLOSE_WITHIN_S is enough for them. Leaves no process behind."""
+        until = time.monotonic() + CLOSE_WITHIN_S
+        frames = [frame for split in self._splits if split.report_due is not None for frame in self._explain(split)]
+        self._splits.clear()
+        while (self._running is not None or self._jobs) and (left_s := until - time.monotonic()) > 0:
+            if self._running is None:
+                frames += self._start(self._jobs.popleft(), 0.0)
+                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running.process.wait(left_s)
+                frames += self._finish()
+        self._jobs.clear()
+        self._finish()
+        return frames
+
+    # ------------------------------------------------------------------ splits
+
+    def _add(self, votes: Sequence[Settled], now: float) -> list[Frame]:
+        """Takes votes that were split together, for one reason. Ranks may come later to what was split before."""
+        self._asked = {digest: asked for digest, asked in self._asked.items() if asked[2] > now}
+        spans = {span for vote in votes for span in vote.spans}
+        split = next((each for each in self._splits if each.meets(spans)), None)
+        if split is None:
+            if len(self._splits) >= MAX_SPLITS:
+                del self._splits[0]
+            due = now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None
+            split = _Split(votes[0].reason, due)
+            self._splits.append(split)
+        frames: list[Frame] = []
+        for vote in votes:
+            split.digest_of[vote.rank] = vote.digest
+            split.missing.discard(vote.rank)
+            for span in vote.spans:
+                if span not in split.spans:
+                    split.spans[span] = None
+                    split.missing.update(rank for rank in span[0].ranks if rank not in split.digest_of)
+            if split.report_due is not None and vote.has_graph and self._asks(split, vote, now):
+                frames.append((vote.rank, vote.number, ASK, b""))
+        return frames
+
+    def _asks(self, split: _Split, vote: Settled, now: float) -> bool:
+        """Whether this vote's rank is to send its graph: the report is to compare it, and nobody has sent one of its
+        fingerprint or is about to."""
+        if vote.digest not in split.compared and len(split.compared) >= MAX_VARIANTS:
+            split.left_out[vote.digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
+            return False
+        is_known = vote.digest in self._graphs or vote.digest in self._asked
+        if not is_known:
+            kept_bytes = sum(map(len, self._graphs.values()))
+            if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or kept_bytes >= MAX_GRAPHS_BYTES:
+                bounds = f"{MAX_GRAPHS:,} graphs of a job are kept, and {MAX_GRAPHS_BYTES >> 20} MiB"
+                split.left_out[vote.digest] = f"left out: at most {bounds}"
+                return False
+            self._asked[vote.digest] = (vote.rank, vote.number, now + GRAPH_WITHIN_S)
+        split.compared.add(vote.digest)
+        return not is_known
+
+    def _explain(self, split: _Split) -> list[Frame]:
+        """Has the split explained, unless one of the same fingerprints was, with the same graphs."""
+        split.report_due = None
+        known = split.compared & self._graphs.keys()
+        # A hash: there may be thousands of each.
+        key = hashlib.sha256(b"".join([*sorted({*split.digest_of.values()}), b"graphs", *sorted(known)])).digest()
+        if key in self._explained or len(self._explained) >= MAX_REPORTS:
+            return []
+        self._explained.add(key)
+        if len(self._jobs) >= MAX_WAITING:
+            return self._failed(f"{MAX_WAITING} wait for their turn")
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank in sorted(split.digest_of):
+            ranks_of.setdefault(split.digest_of[rank], []).append(rank)
+        facts = {rank: self._facts_of(rank) for rank in split.digest_of}
+        variants = []
+        graphs = []
+        for digest, ranks in sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0])):
+            graph = self._graphs.get(digest, b"") if digest in split.compared else b""
+            note = "" if graph else "the graph was asked for and has not come"
+            if digest not in split.compared:
+                note = split.left_out.get(digest, "no graph was given; pass graph_module_str to the vote")
+            hosts = [f"{facts[rank].get('host')}:{facts[rank].get('pid')}" for rank in ranks if facts[rank]]
+            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "note": note, "hosts": hosts})
+            graphs.append(graph)
+        notes = [f"{format_ranks(split.missing)} had not voted when this was written"] if split.missing else []
+        if len(self._explained) == MAX_REPORTS:
+            notes.append(f"this is report {MAX_REPORTS:,} of the job, and the last")
+        versions: dict[str, dict[str, list[int]]] = {}
+        for rank, library in ((rank, library) for rank in sorted(facts) if facts[rank] for library in VERSIONS):
+            versions.setdefault(library, {}).setdefault(str(facts[rank].get(library) or "none"), []).append(rank)
+        spans = sorted(split.spans, key=lambda span: (-len(span[0].ranks), span[1]))
+        line, limit, _ = spans[0]
+        recent = [each for each in sorted(self._recent.get(line, [])) if each[1] <= limit]
+        context = {
+            "groups": [[list(line.ranks), [start, end]] for line, start, end in spans],
+            "before": [f"[{each[0]}, {each[1]}) on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]],
+            "reason": split.reason,
+            "notes": notes,
+            "versions": versions,
+        }
+        head = {"context": context, "variants": variants, "bytes": [*map(len, graphs)]}
+        stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{len(self._explained):04d}")
+        self._jobs.append(_Job(stem, head, graphs, [*split.digest_of]))
+        return []
+
+    # ------------------------------------------------------------------ comparisons
+
+    def _start(self, job: _Job, now: float) -> list[Frame]:
+        try:
+            with tempfile.TemporaryFile() as source:
+                source.writelines([json.dumps(job.head).encode(), b"\n", *job.graphs])
+                source.seek(0)
+                output: BinaryIO = tempfile.TemporaryFile()
+                process = subprocess.Popen([*self._command, job.stem], stdin=source, stdout=output)
+        except OSError as error:
+            return self._failed(error.strerror or str(error))
+        self._running = _Running(job, process, output, now + COMPARE_WITHIN_S)
+        return []
+
+    def _finish(self) -> list[Frame]:
+        """Takes what the process has to say; ends it if it has not ended."""
+        if self._running is None:
+            return []
+        job, process, output, _ = self._running
+        self._running = None
+        status = process.poll()
+        process.kill()
+        process.wait()
+        with output:
+            output.seek(0)
+            said = output.read(MAX_REPORT_CHARACTERS).decode("utf-8", "replace")
+        if status is None:
+            return self._failed(f"a comparison took more than {COMPARE_WITHIN_S:.0f} s")
+        if status:
+            return self._failed(said or f"its process ended with status {status}")
+        place = f"is in the log of rank {self._coordinator_rank}, and in {job.stem}.html on its host"
+        texts = {rank: f"why rank {rank} was split {place}" for rank in job.ranks}
+        texts[self._coordinator_rank] = f"why the ranks' graphs were split:\n{said}"
+        return [(rank, 0, LOG, text.encode("utf-8", "replace")) for rank, text in texts.items()]
+
+    def _failed(self, why: str) -> list[Frame]:
+        text = f"splits can't be explained in {self._folder}: {why}"
+        if text in self._failures or len(self._failures) >= MAX_FAILURES:
+            return []
+        self._failures.add(text)
+        return [(self._coordinator_rank, 0, LOG, text.encode("utf-8", "replace"))]
