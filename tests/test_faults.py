@@ -317,7 +317,7 @@ def test_running_out_of_descriptors_is_said_and_ranks_are_let_in_when_there_are_
 
 def test_the_goodbyes_to_ranks_that_read_nothing_are_waited_for_together(monkeypatch):
     ranks = 64
-    monkeypatch.setattr(_coordinator, "CLOSE_WITHIN_S", 2 * PATIENCE_S / ranks)  # one by one it would take twice as long
+    monkeypatch.setattr(_coordinator, "CLOSE_WITHIN_S", 2 * PATIENCE_S / ranks)  # one by one: twice the patience
     with Serving(world_size=ranks) as serving:
         for rank in range(ranks):
             serving.rank(rank)
