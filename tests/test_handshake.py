@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import types
 
 import pytest
 from layout import load, needs
@@ -16,6 +17,7 @@ from ranks import PATIENCE_S, counts, handshake, job, open_rank, request, submit
 _client = load("_client")
 _consensus = load("_consensus")
 _coordinator = load("_coordinator")
+_rendezvous = load("_rendezvous")
 _vocabulary = load("_vocabulary")
 
 PAIR = (0, 1)
@@ -247,6 +249,28 @@ def test_how_groups_are_named_is_the_open_handshakes():
     with two_ranks(groups="exact"):
         first.close()
         assert _vocabulary.group_naming() == "exact", "that of another one was closed, once more"
+
+
+def test_a_handshake_from_before_the_job_had_a_store_is_found_when_it_has_one(monkeypatch):
+    class Store(dict):
+        set = dict.__setitem__
+
+        def wait(self, keys, timeout):
+            assert all(key in self for key in keys)
+
+    store = Store()
+    distributed = types.SimpleNamespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 2,
+        distributed_c10d=types.SimpleNamespace(_get_default_store=lambda: store),
+    )
+    monkeypatch.setenv(variable("PORT"), "0")
+    zero = handshake.Handshake(0, world_size=2, coordinator="thread", timeout_s=PATIENCE_S)
+    monkeypatch.setattr(_rendezvous, "torch_distributed", lambda: distributed)
+    assert handshake.Handshake().address == zero.address
+    assert store, "others find it now, whether or not this rank ever votes"
+    with open_rank(1, timeout_s=PATIENCE_S) as one:
+        assert submit_all([zero, one], (PAIR, 0, 1)) == [True, True]
 
 
 def test_threads_that_wait_for_one_attempt_to_connect_fail_with_it(monkeypatch):
