@@ -351,15 +351,16 @@ def test_a_rank_is_replaced_and_all_start_anew(replaced):
 
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(RankProcess()) for _ in WORLD]
-        for start in range(2):
-            if start:
+        for is_again in (False, True):
+            if is_again:
                 processes[replaced].process.kill()
                 processes[replaced].process.wait()
+                for rank in {*WORLD} - {replaced}:
+                    processes[rank].call("close")
                 processes[replaced] = stack.enter_context(RankProcess())
-                for process in processes:
-                    process.call("close") if process.pid != processes[replaced].pid else None
-            about = [processes[0].make(0, 0, stage="DISPATCH_STAGE")]
-            about += [processes[rank].make(rank, about[0]["address"][1], stage="DISPATCH_STAGE") for rank in (1, 2)]
+            about = processes[0].make(0, 0, stage="DISPATCH_STAGE")
+            for rank in (1, 2):
+                processes[rank].make(rank, about["address"][1], stage="DISPATCH_STAGE")
             votes(processes)
 
 

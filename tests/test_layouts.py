@@ -174,6 +174,25 @@ def test_import_takes_the_core_and_the_standard_library_alone(
     assert ran.returncode == 0, ran.stdout
 
 
+_IMPORT_ALL = """
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+assert "torch" not in sys.modules, "torch is imported where a graph is at hand"
+"""
+
+
+@pytest.mark.parametrize("layout_name", ["flat", "package"])
+def test_every_module_can_be_imported_without_torch(
+    layout_name: str, vendored: Path, tmp_path: Path
+) -> None:
+    folder, prefix = (PROJECT, "") if layout_name == "flat" else (vendored, f"{VENDORED}.")
+    program = _IMPORT_ALL.format(names=[f"{prefix}{path.stem}" for path in reversed(MODULES)])
+    environment = child_environment(PYTHONPATH=str(folder))
+    ran = run([sys.executable, "-c", program], PROGRAM_WITHIN_S, cwd=tmp_path, env=environment)
+    assert ran.returncode == 0, ran.stdout
+
+
 # ---------------------------------------------------------------------- lines
 
 
