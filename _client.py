@@ -513,9 +513,9 @@ class Client:
             sock.close()
             self._reading.release()
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str) -> None:
         """In a forked child: lets go of the parent's connection, without a word to the coordinator."""
-        self._failure = (HandshakeError, f"rank {self.rank}: this connection belongs to the parent process")
+        self._failure = (HandshakeError, f"rank {self.rank}: {reason}")
         if self._sock is not None:
             self._sock.close()
 

@@ -117,8 +117,8 @@ class Settled(NamedTuple):
         return bool(self.flags & _protocol.HAS_GRAPH)
 
 
-# What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload. At step LOG the payload
-# is a text for the rank's log. An extra has these methods, of which all but `next_deadline` return replies:
+# What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload. At step LOG the
+# payload is a text for the rank's log. An extra has these methods, of which all but `next_deadline` return replies:
 #     settled(votes, now)     votes that were answered together; what it returns goes ahead of their verdicts
 #     take(rank, number, step, payload, now), drop_rank(rank, now)      a frame of a rank; a rank is gone
 #     tick(now), when the time has come that next_deadline() gave (or None); close()

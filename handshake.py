@@ -194,7 +194,7 @@ class _Session:
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
         self.closed = _FORKED
-        self.client.abandon()
+        self.client.abandon(self.closed)
         if self._coordinator is not None:
             self._coordinator.abandon()
 
@@ -211,7 +211,7 @@ _FORKED = (
 _forked_ranks: set[int] = set()
 
 class _Thread(threading.local):
-    """What each thread has still to go through: the other ranks of an exchange must not wait for one that can't come."""
+    """The exchange that each thread has still to go through: the others must not wait for one that can't come."""
 
     exchange: "weakref.ref[Any] | None" = None
 
@@ -222,9 +222,9 @@ _thread = _Thread()
 class Handshake:
     """This process's part in the handshakes of its job.
 
-    All objects of one process share one session: the first says how it is, later ones need no arguments, and give the
-    same ones or none. The coordinator starts when the coordinator rank makes its first; the connection when something is
-    first submitted. A world of one rank starts and connects nothing.
+    All objects of one process share one session: the first says how it is, later ones give the same arguments or none.
+    The coordinator starts when the coordinator rank makes its first; the connection when something is first submitted.
+    A world of one rank starts and connects nothing.
     """
 
     def __init__(
@@ -429,7 +429,8 @@ class Ticket:
             fields["span"] = tuple(pending.facts["span"])
         if pending.outcome == _protocol.TIMEOUT:
             missing = fields.get("ranks", ())
-            what_to_do = f"Look at the log of {_vocabulary.format_ranks(missing)}: hung, slower, or running other graphs"
+            who = _vocabulary.format_ranks(missing)
+            what_to_do = f"Look at the log of {who}: hung, slower, or running other graphs"
             if settings.rank in missing:
                 what_to_do = "This rank is slower than that, or runs other graphs"
             message = (

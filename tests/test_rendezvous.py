@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks find their coordinator: hosts, ports, the job's store, sessions."""
+"""How ranks find their coordinator: settings, hosts, ports, the job's store, sessions."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -10,17 +11,24 @@ import time
 
 import pytest
 from layout import TESTS, child_environment, load
-from ranks import PATIENCE_S, handshake, job, request, submit_all
+from ranks import PATIENCE_S, job, open_rank, request, submit_all
 from two_hosts import SCENES, torch_distributed
 
-_client = load("_client")
+_protocol = load("_protocol")
 _rendezvous = load("_rendezvous")
 _vocabulary = load("_vocabulary")
-Deadline = _client.Deadline
+Deadline = _rendezvous.Deadline
+Settings = _rendezvous.Settings
+ConfigError = _vocabulary.HandshakeConfigError
 
 
-def place(host="localhost", port=0, uses_store=True, secret=None):
-    return _rendezvous.Place(0, host, port, "port", secret, uses_store)
+def settings(host="localhost", port=0, uses_store=True, secret=None):
+    """Those of rank 1 of a world of two."""
+    given = {"current_rank": 1, "world_size": 2, "host": host, "port": port, "secret": secret}
+    return Settings.resolve(given)._replace(uses_store=uses_store)
+
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 class Store:
@@ -54,8 +62,9 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def _a_bare_environment(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(("TORCH_TPU_", "MASTER_")) or name in LAUNCHER_VARIABLES:
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -116,7 +125,208 @@ def is_loopback(listener):
     return address.startswith("127.") or address == "::1"
 
 
-# ---------------------------------------------------------------------- hosts and ports as they are given
+# ---------------------------------------------------------------------- settings
+
+TWO_RANKS = {"current_rank": 0, "world_size": 2}
+
+
+def resolved(keyword, value):
+    return getattr(Settings.resolve({**TWO_RANKS, keyword: value}), keyword)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_defaults():
+    got = Settings.resolve(dict.fromkeys(["coordinator_rank", "host", "stage", "debug"]) | TWO_RANKS)
+    assert got == Settings(
+        rank=0,
+        world_size=2,
+        coordinator_rank=0,
+        host="localhost",
+        port=None,
+        port_source=_rendezvous.PORT_VARIABLE,
+        secret=None,
+        uses_store=True,
+        timeout_s=60.0,
+        split_on_timeout=False,
+        stage=_vocabulary.HandshakeStage.OFF,
+        groups="role",
+        debug="",
+        coordinator="process",
+    )
+
+
+# Keyword, variable, what both are given, the field, what it is then, and the text of another value.
+SETTABLE = [
+    ("current_rank", "RANK", "3", "rank", 3, "4"),
+    ("world_size", "WORLD_SIZE", "9", "world_size", 9, "10"),
+    ("host", "MASTER_ADDR", "node0", "host", "node0", "node1"),
+    ("port", _rendezvous.PORT_VARIABLE, "4000", "port", 4000, "4001"),
+    ("timeout_s", _rendezvous.TIMEOUT_VARIABLE, "2.5", "timeout_s", 2.5, "3"),
+    ("on_timeout", _rendezvous.ON_TIMEOUT_VARIABLE, "split", "split_on_timeout", True, "raise"),
+    ("secret", _rendezvous.SECRET_VARIABLE, "hush", "secret", "hush", "loud"),
+    *(
+        ("stage", name, "dispatch_stage", "stage", _vocabulary.HandshakeStage.DISPATCH_STAGE, "OFF")
+        for name in _vocabulary.STAGE_VARIABLES
+    ),
+    ("groups", _vocabulary.GROUPS_VARIABLE, "exact", "groups", "exact", "role"),
+    ("debug", _rendezvous.DEBUG_VARIABLE, "somewhere", "debug", os.path.abspath("somewhere"), "elsewhere"),
+]
+ENOUGH = {"current_rank": 0, "world_size": 5}
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(("keyword", "variable", "text", "field", "value", "other"), SETTABLE)
+def test_a_keyword_goes_before_the_variable_and_the_variable_before_the_default(
+    keyword, variable, text, field, value, other, monkeypatch
+):
+    rest = {name: number for name, number in ENOUGH.items() if name != keyword}
+    monkeypatch.setenv(variable, text)
+    assert getattr(Settings.resolve(rest), field) == value
+    assert getattr(Settings.resolve({**rest, keyword: None}), field) == value
+    monkeypatch.setenv(variable, other)
+    assert getattr(Settings.resolve({**rest, keyword: text}), field) == value
+    assert getattr(Settings.resolve(rest), field) != value
+    monkeypatch.setenv(variable, "")
+    default = Settings.resolve(ENOUGH)
+    assert getattr(Settings.resolve({**ENOUGH, **rest}), field) == getattr(default, field) != value
+
+
+def test_a_folder_of_no_name_is_none(monkeypatch, no_job):
+    monkeypatch.setenv(_rendezvous.DEBUG_VARIABLE, "somewhere")
+    assert resolved("debug", "") == ""
+
+
+def test_the_ranks_of_torch_distributed_go_before_the_launchers(in_job, monkeypatch):
+    in_job(Store())
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert Settings.resolve({})[:2] == (0, 2)
+    assert Settings.resolve({"current_rank": 1, "world_size": 3})[:2] == (1, 3)
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(
+    ("given", "uses_store"),
+    [({}, True), ({"host": "node0"}, False), ({"port": 0}, False), ({"host": None, "port": None}, True)],
+)
+def test_who_says_where_the_coordinator_is_needs_no_store(given, uses_store, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv(_rendezvous.PORT_VARIABLE, "4000")
+    assert Settings.resolve({**TWO_RANKS, **given}).uses_store is uses_store
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "current_rank is not known: initialise torch.distributed, set RANK, or pass Handshake(current_rank=…)"),
+        ({"current_rank": 0}, "world_size is not known: initialise torch.distributed, set WORLD_SIZE, or pass"),
+        ({**TWO_RANKS, "current_rank": 2}, "current_rank 2 is outside a world of 2 ranks"),
+        ({**TWO_RANKS, "coordinator_rank": 2}, "coordinator_rank 2 is outside a world of 2 ranks"),
+    ],
+)
+def test_ranks_that_can_not_be(given, text):
+    with pytest.raises(ConfigError) as raised:
+        Settings.resolve(given)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("current_rank", 0.5, "='?0.5'? is not a whole number"),
+        ("RANK", "zero", "='zero' is not a whole number"),
+        ("coordinator_rank", -1, "=-1 is not a whole number from 0 on"),
+        ("coordinator_rank", "x", "='x' is not a whole number"),
+        ("world_size", 0, "=0 is not a whole number from 1 to"),
+        ("WORLD_SIZE", "9" * 10_000, "='9+… .* is not a whole number"),
+        ("MASTER_ADDR", "node0:29500", "='node0:29500' is not a valid host"),
+        (_rendezvous.PORT_VARIABLE, "many", "='many' is not a valid port"),
+        (_rendezvous.TIMEOUT_VARIABLE, "soon", "='soon' is not a valid timeout"),
+        *(
+            ("timeout_s", value, "=.* is not a valid timeout")
+            for value in (0, -1, True, [], "", float("nan"), float("inf"), 10**400)
+        ),
+        (_rendezvous.ON_TIMEOUT_VARIABLE, "explode", "='explode' is not raise or split"),
+        ("on_timeout", [], r"=\[\] is not raise or split"),
+        ("stage", "SOMETIMES", "='SOMETIMES' is not a valid stage: OFF, COMPILE_STAGE, DISPATCH_STAGE"),
+        *((name, "SOMETIMES", "='SOMETIMES' is not a valid stage") for name in _vocabulary.STAGE_VARIABLES),
+        ("groups", "loose", "='loose' is not \"role\" or \"exact\""),
+        ("debug", 3, "=3 is not a folder"),
+        ("coordinator", "rocket", "='rocket' is not \"process\" or \"thread\""),
+        ("secret", b"hush", " is not text"),
+        (_rendezvous.SECRET_VARIABLE, "hush\udcff", " is not text that UTF-8 can encode"),
+    ],
+    ids=lambda value: ascii(value)[:50],
+)
+def test_what_can_not_be_used_is_named_by_its_keyword_or_variable(name, value, text, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name}{text}") as raised:
+        Settings.resolve({} if name.isupper() else {name: value})
+    assert "hush" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.usefixtures("no_job")
+def test_groups_of_a_variable_that_can_not_be_used(monkeypatch):
+    monkeypatch.setenv(_vocabulary.GROUPS_VARIABLE, "loose")
+    with pytest.raises(ConfigError, match=f"'loose' is not .*{_vocabulary.GROUPS_VARIABLE}"):
+        Settings.resolve(TWO_RANKS)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_an_open_handshake_agrees_with_what_it_was_given_and_with_nothing_else():
+    given = {
+        "current_rank": 0,
+        "coordinator_rank": 1,
+        "world_size": 2,
+        "host": "[::1]",
+        "port": "4000",
+        "timeout_s": 5,
+        "on_timeout": "split",
+        "secret": "hush",
+        "stage": "compile_stage",
+        "groups": "exact",
+        "debug": "somewhere",
+        "coordinator": "thread",
+    }
+    others = {
+        "current_rank": 1,
+        "coordinator_rank": 0,
+        "world_size": 1,
+        "host": "localhost",
+        "port": 0,
+        "timeout_s": 6,
+        "on_timeout": "raise",
+        "secret": "loud",
+        "stage": "OFF",
+        "groups": "role",
+        "debug": "elsewhere",
+        "coordinator": "process",
+    }
+    session = Settings.resolve(given)
+    session.must_agree_with(given)
+    session.must_agree_with({"stage": _vocabulary.HandshakeStage.COMPILE_STAGE, "timeout_s": 5.0, "port": 4000})
+    session.must_agree_with(dict.fromkeys(given))
+    session.must_agree_with({})
+    for keyword, value in others.items():
+        with pytest.raises(ConfigError, match=rf"with another {keyword}\. .*close\(\)") as raised:
+            session.must_agree_with({**given, keyword: value})
+        assert "hush" not in str(raised.value) and "loud" not in str(raised.value)
+    with pytest.raises(ConfigError, match="port='x' is not a valid port"):
+        session.must_agree_with({"port": "x"})
+
+
+def test_a_world_is_as_large_as_the_protocol_lets_it_be():
+    assert _rendezvous.MAX_WORLD_SIZE == _protocol.MAX_WORLD_SIZE
+    given = {"current_rank": 0, "world_size": _protocol.MAX_WORLD_SIZE}
+    assert Settings.resolve(given).world_size == _protocol.MAX_WORLD_SIZE
+    with pytest.raises(ConfigError, match="world_size="):
+        Settings.resolve({**given, "world_size": _protocol.MAX_WORLD_SIZE + 1})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +339,7 @@ def is_loopback(listener):
     ],
 )
 def test_what_is_a_host(given, host):
-    assert _rendezvous.parse_host(given, "MASTER_ADDR") == host
+    assert resolved("host", given) == host
 
 
 @pytest.mark.parametrize(
@@ -140,17 +350,16 @@ def test_what_is_a_host(given, host):
     ],
     ids=ascii,
 )
-def test_what_is_no_host_is_refused_with_the_name_of_what_gave_it(given):
-    with pytest.raises(_vocabulary.HandshakeConfigError) as raised:
-        _rendezvous.parse_host(given, "MASTER_ADDR")
-    assert str(raised.value).startswith("MASTER_ADDR=") and "is no host" in str(raised.value)
+def test_what_is_not_a_host(given):
+    with pytest.raises(ConfigError, match=r"^host=.* is not a valid host") as raised:
+        resolved("host", given)
     assert len(str(raised.value)) < 400
 
 
-@pytest.mark.parametrize("given", [b"node0", 3, None, ("node0", 1)], ids=repr)
+@pytest.mark.parametrize("given", [b"node0", 3, ("node0", 1)], ids=repr)
 def test_a_host_is_text(given):
-    with pytest.raises(_vocabulary.HandshakeTypeError, match=r"^host=.* it must be text"):
-        _rendezvous.parse_host(given, "host")
+    with pytest.raises(_vocabulary.HandshakeTypeError, match=r"^host=.* is not a valid host"):
+        resolved("host", given)
 
 
 class Whole:
@@ -160,27 +369,46 @@ class Whole:
 
 @pytest.mark.parametrize(("given", "port"), [(0, 0), (65535, 65535), ("4000", 4000), (Whole(), 4000)])
 def test_what_is_a_port(given, port):
-    assert _rendezvous.parse_port(given, "port") == port
+    assert resolved("port", given) == port
 
 
-@pytest.mark.parametrize("given", [-1, 65536, True, False, 1.0, None, b"4000", "", "many", "9" * 10_000, []], ids=repr)
-def test_what_is_no_port(given):
-    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"^port=.* is no port") as raised:
-        _rendezvous.parse_port(given, "port")
+@pytest.mark.parametrize("given", [-1, 65536, True, False, 1.0, b"4000", "", "many", "9" * 10_000, []], ids=repr)
+def test_what_is_not_a_port(given):
+    with pytest.raises(ConfigError, match=r"^port=.* is not a valid port") as raised:
+        resolved("port", given)
     assert len(str(raised.value)) < 300
+
+
+# ---------------------------------------------------------------------- deadlines
+
+
+def test_a_deadline(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(_rendezvous.time, "monotonic", lambda: now[0])
+    deadline = Deadline(2.0)
+    assert (deadline.seconds, deadline.passed(), deadline.remaining()) == (2.0, 0.0, 2.0)
+    now[0] = 101.5
+    assert (deadline.seconds, deadline.passed(), deadline.remaining()) == (2.0, 1.5, 0.5)
+    now[0] = 103.0
+    assert (deadline.seconds, deadline.passed(), deadline.remaining()) == (2.0, 3.0, 0.0)
+    deadline = Deadline(5.0)
+    deadline.cut()
+    assert (deadline.seconds, deadline.remaining()) == (5.0, 0.0)
 
 
 # ---------------------------------------------------------------------- without a store
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "127.0.0.2", "127.1", "::1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.0.1.1", "127.0.0.2", "127.1", "::1", "::ffff:127.0.0.1"]
+)
 @pytest.mark.parametrize("launcher", [None, "1", "2"])
 def test_a_loopback_address_is_reached_as_it_is_given_and_by_no_other_host(host, launcher, monkeypatch, no_job):
-    skip_without_ipv6([host])
+    skip_without_ipv6(["::1"] if ":" in host else [])
     if launcher:
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", launcher)
-    listener, endpoint = _rendezvous.select_handshake_port(place(host))
+    listener, endpoint = _rendezvous.select_handshake_port(settings(host))
     with listener:
         assert is_loopback(listener)
         assert endpoint.hosts == (host,)
@@ -211,7 +439,7 @@ def test_a_name_of_a_loopback_address_is_reached_by_every_address_that_it_leads_
     monkeypatch.setenv("WORLD_SIZE", "2")
     if local_world_size:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-    listener, endpoint = _rendezvous.select_handshake_port(place(name))
+    listener, endpoint = _rendezvous.select_handshake_port(settings(name))
     with listener:
         assert is_loopback(listener) is only_here
         assert endpoint.hosts == (name,)
@@ -221,11 +449,47 @@ def test_a_name_of_a_loopback_address_is_reached_by_every_address_that_it_leads_
 
 def test_a_name_that_leads_nowhere_here_may_lead_here_from_elsewhere(names, no_job):
     names["node0"] = []
-    listener, endpoint = _rendezvous.select_handshake_port(place("node0"))
+    listener, endpoint = _rendezvous.select_handshake_port(settings("node0"))
     with listener:
         assert endpoint.hosts == ("node0",)
         assert not is_loopback(listener)
         assert reaches("127.0.0.1", listener)
+
+
+def test_localhost_is_an_ipv4_address_where_it_is_both(names, no_job):
+    """Many a container lists ::1 and has no IPv6."""
+    names["localhost"] = ["::1", "127.0.0.1"]
+    listener, _ = _rendezvous.select_handshake_port(settings())
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_ports_that_nobody_chose(in_job, no_job):
+    """Without a store an agreed one; with one, the kernel's, so that jobs on one machine never meet."""
+    unset = settings()._replace(port=None)
+    assert _rendezvous.find_endpoint(unset, Deadline(5.0)).port == _rendezvous.DEFAULT_PORT
+    in_job(Store("localhost"))
+    listener, own = _rendezvous.select_handshake_port(unset)
+    with listener:
+        assert own.port == listener.getsockname()[1] != _rendezvous.DEFAULT_PORT
+
+
+def test_port_zero_is_for_the_coordinator(no_job):
+    with pytest.raises(ConfigError, match=r"^port 0 \(from port\) .* rank 0; the other ranks need the port"):
+        _rendezvous.find_endpoint(settings(), Deadline(5.0))
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_port_that_is_taken(has_store, in_job, no_job):
+    if has_store:
+        in_job(Store("localhost"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as raised:
+            _rendezvous.select_handshake_port(settings(port=port))
+    text = str(raised.value)
+    assert text.startswith(f"handshake port {port} can't be used on this host (Address already in use): set port to a")
+    assert text.endswith("or leave it unset: a free one is picked then") is has_store
 
 
 def test_an_address_that_this_host_does_not_have(monkeypatch, no_job):
@@ -233,8 +497,8 @@ def test_an_address_that_this_host_does_not_have(monkeypatch, no_job):
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", create_server)
-    with pytest.raises(_vocabulary.HandshakeConfigError, match=r"can't listen at ::1 .*: set MASTER_ADDR to"):
-        _rendezvous.select_handshake_port(place("::1"))
+    with pytest.raises(ConfigError, match=r"handshake address ::1 can't be used .*: set host or MASTER_ADDR to"):
+        _rendezvous.select_handshake_port(settings("::1"))
 
 
 # ---------------------------------------------------------------------- with a store
@@ -266,7 +530,7 @@ def test_whom_the_coordinator_of_a_job_with_a_store_listens_to(
     for name, value in (("MASTER_ADDR", master_addr), ("LOCAL_WORLD_SIZE", local_world_size)):
         if value:
             monkeypatch.setenv(name, value)
-    where = place(_rendezvous.strip_brackets(master_addr or "localhost"))
+    where = settings(master_addr or "localhost")
     listener, own = _rendezvous.select_handshake_port(where)
     with listener:
         assert is_loopback(listener) is only_here
@@ -283,23 +547,34 @@ def test_whom_the_coordinator_of_a_job_with_a_store_listens_to(
 def test_each_rank_goes_to_the_masters_host_by_the_name_that_it_knows(names, in_job, monkeypatch):
     names["node0"] = ["127.0.1.1"]
     store = in_job(Store("node0"))
-    listener, own = _rendezvous.select_handshake_port(place())
+    listener, own = _rendezvous.select_handshake_port(settings())
     listener.close()
     assert "node0" not in own.hosts, "who is told this address need not know that name"
     in_job(Store("10.1.2.3", contents=store.contents))
-    assert _rendezvous.find_endpoint(place(), Deadline(5.0)).hosts == ("10.1.2.3", *own.hosts)
+    assert _rendezvous.find_endpoint(settings(), Deadline(5.0)).hosts == ("10.1.2.3", *own.hosts)
+
+
+def test_a_host_without_a_network_and_a_name_is_reached_from_itself(names, in_job, monkeypatch):
+    names["nowhere"] = []
+    in_job(Store())
+    monkeypatch.setattr(_rendezvous, "_ANYWHERE", ())
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere")
+    listener, own = _rendezvous.select_handshake_port(settings())
+    with listener:
+        assert own.hosts == ("127.0.0.1",)
+        assert reaches("127.0.0.1", listener)
 
 
 def test_the_server_of_a_real_store_is_found():
     distributed = pytest.importorskip("torch.distributed")
     server = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     store = distributed.PrefixStore("a", distributed.PrefixStore("b", server))
-    assert place("node0").master(store) == "localhost"
+    assert _rendezvous._master(store) == "localhost"
 
 
 def test_a_secret_of_ones_own_is_not_published(in_job):
     store = in_job(Store("localhost"))
-    where = place(secret="hush")
+    where = settings(secret="hush")
     listener, own = _rendezvous.select_handshake_port(where)
     listener.close()
     assert own.secret == "hush"
@@ -307,20 +582,24 @@ def test_a_secret_of_ones_own_is_not_published(in_job):
     assert _rendezvous.find_endpoint(where, Deadline(5.0)).secret == "hush"
 
 
-def test_a_coordinator_from_before_there_was_a_store_is_found_in_it(in_job, no_job, monkeypatch):
+def test_a_coordinator_that_is_published_late_is_found_as_it_is(in_job, no_job, monkeypatch):
     """A Handshake() is made at the start of a program, before torch.distributed is initialised."""
-    monkeypatch.setenv(_rendezvous.PORT_VARIABLE, "0")
-    with handshake.Handshake(0, world_size=2, coordinator="thread", timeout_s=PATIENCE_S) as zero:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    listener, own = _rendezvous.select_handshake_port(settings())
+    with listener:
+        assert not _rendezvous.publish_late(settings(), own)
         in_job(Store("localhost"))
-        with handshake.Handshake(1, world_size=2, timeout_s=PATIENCE_S) as one:
+        assert _rendezvous.publish_late(settings(), own)
+        monkeypatch.setenv("MASTER_PORT", "29501")
+        assert _rendezvous.find_endpoint(settings(), Deadline(5.0)) == own
+
+
+def test_ranks_meet_at_a_coordinator_from_before_there_was_a_store(in_job, no_job, monkeypatch):
+    monkeypatch.setenv(_rendezvous.PORT_VARIABLE, "0")
+    with open_rank(0, world_size=2, coordinator="thread", timeout_s=PATIENCE_S) as zero:
+        in_job(Store("localhost"))
+        with open_rank(1, world_size=2, timeout_s=PATIENCE_S) as one:
             assert submit_all([zero, one], ((0, 1), 0, 1)) == [True, True]
-
-
-def test_a_name_that_leads_nowhere_is_said_where_the_coordinator_starts(names, no_job, caplog):
-    names["nowhere"] = []
-    listener, _ = _rendezvous.select_handshake_port(place("nowhere", uses_store=False))
-    listener.close()
-    assert ["nowhere, by which the ranks" in record.getMessage() for record in caplog.records] == [True]
 
 
 # ---------------------------------------------------------------------- stores that fail
@@ -330,7 +609,7 @@ def test_a_store_that_fails_at_once_is_not_asked_without_a_pause(in_job):
     store = in_job(Store(failures=[RuntimeError("the server is gone\nframe #0: …")] * 1000))
     started = time.monotonic()
     with pytest.raises(_vocabulary.HandshakePeerLostError) as raised:
-        _rendezvous.find_endpoint(place(), Deadline(0.2))
+        _rendezvous.find_endpoint(settings(), Deadline(0.2))
     assert time.monotonic() - started >= 0.2
     assert store.waits <= 3
     assert "the job's store failed" in str(raised.value)
@@ -342,9 +621,9 @@ def test_a_store_that_fails_at_once_is_not_asked_without_a_pause(in_job):
 def test_a_store_that_waits_in_vain_has_not_failed(in_job):
     in_job(Store())
     with pytest.raises(_vocabulary.HandshakePeerLostError) as raised:
-        _rendezvous.find_endpoint(place(), Deadline(0.2))
+        _rendezvous.find_endpoint(settings(), Deadline(0.2))
     assert "the coordinator, rank 0, has not published its address within 0.2 s" in str(raised.value)
-    assert "(wait timeout, says the store)" in str(raised.value)
+    assert "wait timeout, says the store" in str(raised.value.__cause__)
     assert "failed" not in str(raised.value)
     assert raised.value.ranks == (0,)
 
@@ -352,11 +631,11 @@ def test_a_store_that_waits_in_vain_has_not_failed(in_job):
 def test_a_store_that_comes_back_is_as_good_as_ever(in_job, monkeypatch):
     monkeypatch.setattr(_rendezvous, "STORE_WAIT_S", 0.01)
     store = in_job(Store("localhost"))
-    listener, own = _rendezvous.select_handshake_port(place())
+    listener, own = _rendezvous.select_handshake_port(settings())
     listener.close()
     # Of any class; the third comes between the wait and the answer.
     store.failures = [RuntimeError("gone"), OSError("gone"), LookupError("gone")]
-    assert _rendezvous.find_endpoint(place(), Deadline(20.0)) == own
+    assert _rendezvous.find_endpoint(settings(), Deadline(20.0)) == own
 
 
 def test_a_real_store_whose_server_is_gone(in_job):
@@ -365,10 +644,10 @@ def test_a_real_store_whose_server_is_gone(in_job):
     client = distributed.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
     in_job(distributed.PrefixStore("job", client))
     with pytest.raises(_vocabulary.HandshakePeerLostError, match="has not published its address"):
-        _rendezvous.find_endpoint(place(), Deadline(0.1))
+        _rendezvous.find_endpoint(settings(), Deadline(0.1))
     del server
     with pytest.raises(_vocabulary.HandshakePeerLostError, match="the job's store failed"):
-        _rendezvous.find_endpoint(place(), Deadline(0.1))
+        _rendezvous.find_endpoint(settings(), Deadline(0.1))
 
 
 def test_a_coordinator_that_can_not_publish_itself_does_not_listen(in_job, monkeypatch):
@@ -382,32 +661,43 @@ def test_a_coordinator_that_can_not_publish_itself_does_not_listen(in_job, monke
     monkeypatch.setattr(socket, "create_server", note)
     in_job(Store("localhost", failures=[RuntimeError("broken pipe")]))
     with pytest.raises(_vocabulary.HandshakePeerLostError, match=r"the job's store failed.*broken pipe"):
-        _rendezvous.select_handshake_port(place())
+        _rendezvous.select_handshake_port(settings())
     assert [listener.fileno() for listener in listeners] == [-1]
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{}", b'{"hosts": ["a"], "port": "x", "secret": null}'])
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{}", b'{"hosts": ["a"], "port": "x", "secret": null}', None])
 def test_what_another_release_published(text, in_job):
-    in_job(Store(contents={place().store_key: text}))
+    store = in_job(Store("localhost"))
+    listener, _ = _rendezvous.select_handshake_port(settings())
+    listener.close()
+    store.contents = dict.fromkeys(store.contents, text)
     with pytest.raises(_vocabulary.HandshakeProtocolError, match="install the same release on all hosts"):
-        _rendezvous.find_endpoint(place(), Deadline(5.0))
+        _rendezvous.find_endpoint(settings(), Deadline(5.0))
 
 
 # ---------------------------------------------------------------------- sessions
 
 
-def session(run_id, port="29500"):
-    return _rendezvous._session_from_environment({"TORCHELASTIC_RUN_ID": run_id, "MASTER_PORT": port})
+@pytest.fixture
+def session(monkeypatch, no_job):
+    """The session of a job without a store."""
+
+    def of(run_id, port="29500"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        monkeypatch.setenv("MASTER_PORT", port)
+        return _rendezvous.find_endpoint(settings(port=4000), Deadline(5.0)).session
+
+    return of
 
 
-def test_a_short_session_can_be_read():
+def test_a_short_session_can_be_read(session):
     assert session("bücher") == "bücher/29500"
-    assert _rendezvous._session_from_environment({}) == "/"
+    assert session("", "") == "/"
 
 
-def test_every_session_is_short_and_its_own():
+def test_every_session_is_short_and_its_own(session):
     run_ids = ["x" * 190, *("x" * length for length in (195, 196, 10_000)), "x" * 9999 + "y", "ü" * 150, "ä" * 150]
-    run_ids += ["a\nb", "a\rb", "no text \udcff", "no text \udcfe", "\0" * 1000]
+    run_ids += ["a\nb", "a\rb", "no text \udcff", "no text \udcfe", "\1" * 1000]
     sessions = [session(run_id) for run_id in run_ids] + [session("x" * 10_000, "29501")]
     assert len(set(sessions)) == len(sessions)
     for text in sessions:

@@ -80,7 +80,9 @@ def torch_distributed(store, rank):
 def set_up(rank, link, folder):
     """Makes this process's host."""
     hosts = folder / f"hosts{rank}"
-    lines = [f"{'127.0.1.1' if other == rank else ADDRESSES[other]} {NAMES[other]}" for other in (0, 1)]
+    lines = [f"127.0.1.1 {NAMES[rank]}"]
+    if rank == 1:  # the first host does not know the second's name
+        lines.append(f"{ADDRESSES[0]} {NAMES[0]}")
     hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
     for command in (
         f"mount --bind {hosts} /etc/hosts",
