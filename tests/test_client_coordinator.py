@@ -518,13 +518,22 @@ def test_the_end_of_the_coordinator_answers_everybody(kind):
         socket.create_server(("127.0.0.1", job.port)).close()  # nobody listens there any more
 
 
+def test_what_the_coordinator_said_last_tells_more_than_a_send_that_fails():
+    with running() as job:
+        zero = job.client(0)
+        job.coordinator.close()
+        zero._sock = Hooked(zero._sock, sendall=failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="closed the handshake or exited"):
+            cast(zero, (PAIR, 0, 1))
+
+
 def test_closing_wakes_the_threads_that_wait():
     with running(3) as job:
         client = job.client(0)
         votes = [cast(client, (group, 0, 1)) for group in (PAIR, (0, 2), WORLD)]
 
         def close():
-            until(lambda: not client._nobody_reads() and client._others_wait == 2)
+            until(lambda: client._others_wait == 2)
             client.close("the handshake was closed")
             client.close("the handshake was closed")
 
@@ -532,6 +541,53 @@ def test_closing_wakes_the_threads_that_wait():
         assert nothing is None
         for error in errors:
             assert type(error) is _vocabulary.HandshakeError and "rank 0: the handshake was closed" in str(error)
+
+
+def waits_of_others(client, monkeypatch):
+    """Notes each time that a thread begins to wait for another that reads; and it waits until it is woken."""
+    waits = []
+    wait = client._turn.wait
+    monkeypatch.setattr(client._turn, "wait", lambda seconds: waits.append(seconds) or wait(PATIENCE_S))
+    return waits
+
+
+@pytest.mark.parametrize("what", ["its verdict came", "its mail came", "the other was interrupted"])
+def test_a_thread_that_waits_while_another_reads_is_woken(monkeypatch, what):
+    it_waits, in_read = threading.Event(), threading.Event()
+    last = {"its mail came": _protocol.encode(_protocol.Extra(PLANS, 2, 1, b"mail"))}
+
+    def serve(sock):
+        welcoming(at_vote=[_protocol.encode_verdict(2, SPLIT, PLAN)] if what in last else [b""])(sock)
+        it_waits.wait(PATIENCE_S)
+        sock.sendall(last.get(what, _protocol.encode_verdict(2, FAT)))
+
+    with client_of(serve) as client:
+        unanswered, pending = cast(client, (PAIR, 0, 1)), cast(client, (PAIR, 1, 1))
+        if what in last:
+            assert answer(client, pending) == SPLIT
+        waits = waits_of_others(client, monkeypatch)
+        sock = client._sock
+
+        def read(size):
+            if not in_read.is_set():
+                in_read.set()
+                if what == "the other was interrupted":
+                    it_waits.wait(PATIENCE_S)
+                    raise KeyboardInterrupt
+            return sock.recv(size)
+
+        def wait():
+            in_read.wait(PATIENCE_S)
+            channel = _client.Channel(client, pending, PLANS, PATIENCE_S)
+            found = channel.receive() if what in last else answer(client, pending)
+            client.close("done")
+            return found
+
+        client._sock = Hooked(sock, recv=read)
+        _, found, _ = together(
+            lambda: answer(client, unanswered), wait, lambda: until(lambda: waits) and it_waits.set()
+        )
+        assert found == ((1, b"mail") if what in last else FAT)
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -542,17 +598,17 @@ def test_a_pause_longer_than_any_timeout_costs_nobody_an_answer_that_is_there(mo
     with running(3) as job:
         zero, *others = job.all_clients()
         votes = [cast(zero, (group, 0, 1)) for group in (PAIR, (0, 2), WORLD)]
-        sock = zero._sock
+        waits = waits_of_others(zero, monkeypatch)
         look_up_often(zero)
+        sock = zero._sock
 
         def read(size):
+            if in_read.is_set():
+                return sock.recv(size)
             in_read.set()
-            if goes_on.wait(PATIENCE_S) and not ended_a_read:
-                ended_a_read.append(True)
-                raise BlockingIOError  # the one that began before the pause
-            return sock.recv(size)
+            goes_on.wait(PATIENCE_S)
+            raise BlockingIOError  # it began before the pause
 
-        ended_a_read = []
         zero._sock = Hooked(sock, recv=read)
         monkeypatch.setattr(_client, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -561,16 +617,19 @@ def test_a_pause_longer_than_any_timeout_costs_nobody_an_answer_that_is_there(mo
             return pending.outcome
 
         def pause():
-            until(lambda: in_read.is_set() and zero._others_wait == 2)
+            until(lambda: in_read.is_set() and len(waits) == 2)
             if is_answered:
                 for other, group in zip(others, (PAIR, (0, 2)), strict=True):
                     cast(other, (group, 0, 1))
                     cast(other, (WORLD, 0, 1))
                 until(lambda: len(sock.recv(65536, socket.MSG_PEEK)) == 3 * len(_protocol.encode_verdict(1, FAT)))
             clock[0] += 3600.0
+            zero._wake_others()
+            until(lambda: len(waits) == 4)
             goes_on.set()
 
-        *results, _ = together(*(lambda p=p: wait(p) for p in votes), pause)
+        *results, nothing = together(*(lambda p=p: wait(p) for p in votes), pause)
+    assert nothing is None
     if is_answered:
         assert results == [FAT] * 3
     else:
@@ -718,7 +777,6 @@ def test_who_talks_about_a_plan_hears_of_the_end_of_the_coordinator():
         until(lambda: ("drop_rank", 2) in rounds.told, "the extra to hear of a lost rank")
 
         def end():
-            until(lambda: not zero._nobody_reads())
             rounds.replies = RuntimeError("an extra that fails")
             _client.Channel(zero, pending, PLANS, PATIENCE_S).send(1, b"")
 
@@ -845,6 +903,7 @@ def test_a_stranger_is_closed_at_the_first_bytes_that_are_not_a_hello(monkeypatc
 
 def test_strangers_are_bounded_and_the_oldest_make_room(monkeypatch):
     monkeypatch.setattr(_coordinator, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(_coordinator, "HELLO_WITHIN_S", 1e6)
     with running() as job, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(Peer(job.port)) for _ in range(3 + job.world_size)]
         for stranger in strangers:
