@@ -549,7 +549,8 @@ def _stage_now() -> HandshakeStage:
     session = _session
     if session is not None and not session.closed:
         return session.settings.stage
-    texts = tuple(map(os.environ.get, _vocabulary.STAGE_VARIABLES))
+    environment, (name, other_name) = os.environ, _vocabulary.STAGE_VARIABLES
+    texts = (environment.get(name), environment.get(other_name))
     seen = _stage_seen
     if seen[0] != texts:
         seen = _stage_seen = (texts, HandshakeStage.from_env())
