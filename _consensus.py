@@ -38,7 +38,7 @@ else:
 NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
 NOTICE_INTERVAL_S = 60.0
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
-# smallest timeout in the cycle, if that is less: its ranks get SPLIT, and not TIMEOUT.
+# timeout, if that is less: its ranks get SPLIT, and not TIMEOUT.
 CYCLE_GRACE_S = 5.0
 # Spans of one line that were not fat, kept for latecomers: about as many as ranks are apart.
 MAX_FINDINGS_A_LINE = 64
@@ -79,11 +79,11 @@ class Line:
 
     ranks: tuple[int, ...]
     name: str
+    members: frozenset["Voter"]
     cells: dict[Span, "Component"] = field(default_factory=dict)
     base: int = 0  # all members have come so far,
     frontier: dict["Voter", int] = field(default_factory=dict)  # and these farther: to the end of their last spans
     highest: int = 0
-    lost: dict[int, str] = field(default_factory=dict)  # members that are gone, and what became of each
     findings: dict[Span, Finding] = field(default_factory=dict)  # on the last spans that were not fat, oldest first
     stood: bool = False  # whether it was part of a wait cycle that stood for its grace
 
@@ -113,23 +113,17 @@ class Voter:
 Places = Sequence[tuple[Line, Span]]  # what a vote takes
 
 
+@dataclass(slots=True, eq=False)
 class Decision:
-    """A vote, and once it is settled its answer: `rank`, `outcome` and `reason`; `request`, what was given with the
-    vote; the whole `finding`; and whether its component is to look for a `plan`."""
+    """A vote, and once it is settled its answer."""
 
-    __slots__ = ("arrived", "finding", "fingerprint", "places", "plan", "request", "voter")
-
-    def __init__(self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float) -> None:
-        self.voter = voter
-        self.places = places
-        self.fingerprint = fingerprint
-        self.request = request
-        self.arrived = now
-
-    def settle(self, finding: Finding, plan: bool = False) -> "Decision":
-        """The vote has its answer."""
-        self.finding, self.plan = finding, plan
-        return self
+    voter: Voter
+    places: Places
+    fingerprint: str | bytes
+    request: Any  # what was given with the vote
+    arrived: float
+    finding: Finding = field(init=False)  # not there before it is settled: to ask for it raises
+    plan: bool = False  # whether its component is to look for a plan
 
     rank = property(lambda self: self.voter.ranks[0])
     outcome = property(lambda self: self.finding.outcome)
@@ -140,32 +134,22 @@ class Decision:
 class Component:
     """Linked votes that agree so far; or, where all are partial, that are held back until all have voted."""
 
-    fingerprint: str | bytes
+    fingerprint: str | bytes  # that of its first vote
     opened: float  # when the first of its votes came
-    notices: int = 0  # how often its ranks were told since then that they still wait
+    notice_at: float  # when its ranks are next told that they wait
     votes: dict[Voter, Decision] = field(default_factory=dict)
     spans: dict[Line, Span] = field(default_factory=dict)  # its cells
-    belongs: set[Line] = field(default_factory=set)  # the lines of its voters, but for those who vote on all of theirs
     missing: int = 0  # ranks, summed over its cells
     due: float = math.inf  # when the first of its votes is out of time
     partial: bool = True  # whether all its votes are
-    differs: bool = False  # whether it has other fingerprints too, and is held back
+    differs: bool = False  # whether they have several fingerprints
 
-    def fits(self, vote: Decision) -> bool:
-        """Whether, with this vote, it has one cell a line, and each rank votes on every line that it belongs to."""
-        joined = 0
-        for line, span in vote.places:
-            here = self.spans.get(line)
-            if here == span:
-                joined += 1
-            elif here is not None or line in self.belongs:
-                return False
-        return len(self.spans) == joined or len(vote.voter.lines & self.spans.keys()) == joined
-
-    def fits_beside(self, other: "Component") -> bool:
-        """The same of two components that become one."""
-        ours, theirs = self.spans.keys(), other.spans.keys()
-        return ours.isdisjoint(theirs) and self.belongs.isdisjoint(theirs) and other.belongs.isdisjoint(ours)
+    def concerns(self, voters: Iterable[Voter], lines: Iterable[Line]) -> bool:
+        """Whether one of these voters belongs to a line of it, or one of its own to one of these lines."""
+        return not (
+            all(self.spans.keys().isdisjoint(voter.lines) for voter in voters)
+            and all(self.votes.keys().isdisjoint(line.members) for line in lines)
+        )
 
     def absorb(self, other: "Component") -> None:
         """Takes over the votes and cells of another one."""
@@ -173,15 +157,12 @@ class Component:
             line.cells[span] = self
         self.votes |= other.votes
         self.spans |= other.spans
-        self.belongs |= other.belongs
         self.missing += other.missing
         self.due = min(self.due, other.due)
         self.opened = min(self.opened, other.opened)
-
-    def next_notice(self) -> float:
-        """When its ranks should next be told that they still wait."""
-        beyond = max(0, self.notices - len(NOTICE_AT_S) + 1)
-        return self.opened + NOTICE_AT_S[self.notices - beyond] + beyond * NOTICE_INTERVAL_S
+        self.notice_at = min(self.notice_at, other.notice_at)
+        self.partial = self.partial and other.partial
+        self.differs = self.differs or other.differs or self.fingerprint != other.fingerprint
 
     def lacks(self) -> dict[int, Line]:
         """The ranks that it waits for, ascending, and a line on which each is missing."""
@@ -202,8 +183,10 @@ class _CollectiveHandshakeConsensus:
             raise HandshakeConfigError(f"num_ranks={num_ranks} and timeout_s={timeout_s} must be positive")
         self._num_ranks = num_ranks
         self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._grace_s = min(CYCLE_GRACE_S, self._timeout_s / 2)
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._voters: dict[int, Voter] = {}
+        self._lost: set[Voter] = set()
         self._open: dict[Component, None] = {}  # in the order in which they were opened
         self._next = math.inf  # when to look at the clock; it may be too early
 
@@ -220,16 +203,10 @@ class _CollectiveHandshakeConsensus:
         key = _vocabulary.as_process_group_id(group)
         if key not in self._lines:
             _vocabulary.must_be_in_world(key.ranks, self._num_ranks)
-            line = self._lines[key] = Line(key.ranks, format_ranks(key.ranks))
-            members = [self.voter(rank) for rank in key.ranks]
+            members = frozenset(self.voter(rank) for rank in key.ranks)
+            line = self._lines[key] = Line(key.ranks, format_ranks(key.ranks), members)
             for voter in members:
                 voter.lines.add(line)
-                if voter.lost:
-                    line.lost[voter.ranks[0]] = voter.lost
-            busy = {voter for voter in members if voter.waiting}
-            for component in self._open if busy else ():
-                if not busy.isdisjoint(component.votes):
-                    component.belongs.add(line)
         return self._lines[key]
 
     def put_request(self, request: _vocabulary.CollectiveHandshakeRequest, now: float) -> list[Decision]:
@@ -248,78 +225,62 @@ class _CollectiveHandshakeConsensus:
     def cast(
         self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float, partial: bool = False
     ) -> list[Decision]:
-        """`put_request` for spans that are unpacked already, one a line and none empty. `partial` says that this voter
-        looks for a plan if all others of its component do too."""
+        """`put_request` for spans that are unpacked already, one a line. `partial` says that this voter looks for a plan
+        if all others of its component do too."""
         met: list[Component] = []
-        opens = 0
+        opened: list[Line] = []
+        shared = 0  # the lines of the components that it meets to which this voter belongs
         is_late = has_neighbours = False
         for line, span in places:
             if span[0] < line.frontier.get(voter, line.base):
                 raise self._refused(voter, line, span)
             here = line.cells.get(span)
             if here is None:
-                opens += 1
-                is_late = is_late or span[0] < line.highest or bool(line.lost)
+                opened.append(line)
+                is_late = is_late or span[0] < line.highest or not line.members.isdisjoint(self._lost)
             elif here not in met:
                 met.append(here)
+                shared += len(here.spans.keys() & voter.lines)
             if len(line.cells) > (here is not None):
                 has_neighbours = True
         if voter.lost or len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
             raise self._refused(voter)
-        vote = Decision(voter, places, fingerprint, request, now)
-        if not places:
-            return [vote.settle(_FAT)]
+        if has_neighbours and (passed := self._settle_cells_passed(voter, places)):
+            return passed + self.cast(voter, places, fingerprint, request, now, partial)
 
-        voter.last = vote
-        passed = self._settle_cells_passed(vote) if has_neighbours else []
-        finding = None
-        if is_late or passed:
-            met = [component for component in met if component in self._open]
-            finding = self._told_to_latecomer(vote)
-        differs = False
-        for component in met:
-            partial = partial and component.partial
-            differs = differs or component.differs or component.fingerprint != fingerprint
-            if finding is None and not component.fits(vote):
-                finding = _spans_differ([*_votes_of(met), vote])
-        if finding is None and len(met) > 1 and not all(a.fits_beside(b) for a, b in itertools.combinations(met, 2)):
-            finding = _spans_differ([*_votes_of(met), vote])
-        if finding is None and differs and not partial:
-            finding = _fingerprints_differ([*_votes_of(met), vote])
-        if finding is not None:
-            return passed + self._settle_all_linked(vote, met, finding)
-
-        component = self._joined(met) if met else Component(fingerprint, now)
-        self._open[component] = None
+        vote = voter.last = Decision(voter, places, fingerprint, request, now)
+        if is_late or shared > len(places) - len(opened) or not _can_be_one(met, opened):
+            return self._settle_all_linked(vote, met)
+        component = self._joined(met) if met else self._opened(fingerprint, now)
+        component.votes[voter] = vote
+        voter.waiting[vote] = None
+        component.missing -= len(places) * len(voter.ranks)
+        component.partial = component.partial and partial
+        component.differs = component.differs or component.fingerprint != fingerprint
         for line, span in places:
             line.frontier[voter] = span[1]
-            if opens and span not in line.cells:
+            if line in opened:
                 line.cells[span] = component
+                line.highest = span[1]
                 component.spans[line] = span
                 component.missing += len(line.ranks)
-                line.highest = span[1]
             if line.stood:
                 self._next = now
-        component.votes[voter] = vote
-        component.missing -= len(places) * len(voter.ranks)
-        component.partial, component.differs = partial, differs
-        if len(voter.lines) > len(places):
-            component.belongs |= voter.lines
-        voter.waiting[vote] = None
-        if not component.missing:
-            finding = _fingerprints_differ(component.votes.values()) if differs else _FAT
+
+        if component.differs and (not component.partial or not component.missing):
             # A rank that waits in an older vote can't come to look for a plan before that is answered.
-            plan = differs and all(next(iter(its.voter.waiting)) is its for its in component.votes.values())
-            settled = self._settle(component, finding, plan)
-            return passed + settled if passed else settled
+            plan = component.partial and all(next(iter(its.waiting)) is own for its, own in component.votes.items())
+            return self._settle(component, _fingerprints_differ(component.votes.values()), plan)
+        if not component.missing:
+            return self._settle(component, _FAT)
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
-            self._next = min(self._next, now + min(CYCLE_GRACE_S, voter.timeout_s / 2))
-        return passed
+            self._next = min(self._next, component.due)
+        return []
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for its grace, TIMEOUT for a whole
-        component when one of its votes has waited its timeout."""
+        component when one of its votes has waited its timeout. Call `notices` after it."""
         settled: list[Decision] = []
         for cycle, due in self._wait_cycles():
             if due <= now:
@@ -336,7 +297,6 @@ class _CollectiveHandshakeConsensus:
                 where = line.ranks, component.spans[line]
                 finding = Finding(Outcome.TIMEOUT, f"gave up waiting for {text}", tuple(missing), *where)
             settled += self._settle(component, finding)
-        self._schedule()
         return settled
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
@@ -345,22 +305,19 @@ class _CollectiveHandshakeConsensus:
         votes are forgotten without an answer. Raises HandshakeConfigError where it is outside the world."""
         voter = self.voter(rank)
         voter.lost = reason
+        self._lost.add(voter)
         settled: list[Decision] = []
-        lines = sorted(voter.lines, key=lambda line: line.ranks)
-        for line in lines:
-            line.lost[rank] = reason
-        for line in lines:
+        for line in sorted(voter.lines, key=lambda line: line.ranks):
             while line.cells:
                 span, component = next(iter(line.cells.items()))
-                settled += self._settle(component, self._lost_finding(line, span))
+                settled += self._settle(component, _lost(line, span))
         return [decision for decision in settled if decision.voter is not voter]
 
     def rejoin_rank(self, rank: int) -> None:
         """A rank that was dropped is back. It goes on where its lines stood."""
         voter = self.voter(rank)
         voter.lost = ""
-        for line in voter.lines:
-            line.lost.pop(rank, None)
+        self._lost.discard(voter)
 
     def next_deadline(self) -> float | None:
         """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
@@ -369,18 +326,26 @@ class _CollectiveHandshakeConsensus:
     def notices(self, now: float) -> list[tuple[Decision, str]]:
         """The votes whose ranks should now log that they wait, at `NOTICE_AT_S` and then every minute; and what to log.
         Call it after `expire`."""
-        due = []
-        for component in [component for component in self._open if component.next_notice() <= now]:
-            while component.next_notice() <= now:
-                component.notices += 1
-            text = f"waiting for {self._describe_missing(component, now)[0]}"
-            due += [(vote, text) for vote in component.votes.values()]
-        self._schedule()
-        return due
+        told = []
+        for component in self._open:
+            if component.notice_at <= now:
+                text = f"waiting for {self._describe_missing(component, now)[0]}"
+                told += [(vote, text) for vote in component.votes.values()]
+                beyond = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
+                marks = (component.opened + waited for waited in itertools.chain(NOTICE_AT_S, beyond))
+                component.notice_at = next(mark for mark in marks if mark > now)
+        times = [min(component.due, component.notice_at) for component in self._open]
+        times += [due for _, due in self._wait_cycles()]
+        self._next = min(times, default=math.inf)
+        if self._open:  # a cycle that closes from now on
+            self._next = min(self._next, now + self._grace_s)
+        return told
 
-    def _schedule(self) -> None:
-        times = [min(component.due, component.next_notice()) for component in self._open]
-        self._next = min(times + [due for _, due in self._wait_cycles()], default=math.inf)
+    def _opened(self, fingerprint: str | bytes, now: float) -> Component:
+        component = Component(fingerprint, now, now + NOTICE_AT_S[0])
+        self._open[component] = None
+        self._next = min(self._next, component.notice_at, now + self._grace_s)
+        return component
 
     def _joined(self, met: list[Component]) -> Component:
         largest = met[0] if len(met) == 1 else max(met, key=lambda component: len(component.votes))
@@ -391,47 +356,59 @@ class _CollectiveHandshakeConsensus:
         return largest
 
     def _settle(self, component: Component, finding: Finding, plan: bool = False) -> list[Decision]:
-        """Answers all votes of a component, and forgets it."""
+        """Answers all votes of a component, and forgets it. A vote or a cell that was settled before raises KeyError."""
         del self._open[component]
         for line, span in component.spans.items():
             del line.cells[span]
             if finding is not _FAT:
                 line.note(span, finding)
-                continue
-            line.base = max(line.base, span[1])
-            if span[1] == line.highest:
-                line.frontier.clear()  # all members stand there
-        votes = list(component.votes.values())
-        for vote in votes:
-            del vote.voter.waiting[vote]
+            elif span[1] == line.highest:  # all members stand there
+                line.base = span[1]
+                line.frontier.clear()
+        for voter, vote in component.votes.items():
+            del voter.waiting[vote]
             vote.finding, vote.plan = finding, plan
-        return votes
+        return list(component.votes.values())
 
-    def _settle_all_linked(self, vote: Decision, met: list[Component], finding: Finding) -> list[Decision]:
-        """Answers a vote that is in no component, the components that it meets, and those that its spans overlap."""
+    def _settle_all_linked(self, vote: Decision, met: list[Component]) -> list[Decision]:
+        """Answers a vote that is late or doesn't fit, the components that it meets, and those that its spans overlap:
+        with the gravest of what others were told on its spans, or else with why it doesn't fit. What was found on just
+        its span goes before what was found on others that overlap it."""
         linked = dict.fromkeys(met)
+        told: list[Finding] = []
+        for line, span in vote.places:
+            if span not in line.cells:
+                linked |= {component: None for other, component in line.cells.items() if _overlap(other, span)}
+                near = [finding for other, finding in line.findings.items() if _overlap(other, span)]
+                found = [line.findings[span]] if span in line.findings else near
+                is_lost = not found and not line.members.isdisjoint(self._lost)
+                told += [_lost(line, span)] if is_lost else found
+        if told:
+            finding = max(told, key=lambda finding: _GRAVITY.index(finding.outcome))
+        else:
+            finding = _spans_differ([*_votes_of(linked), vote])
         for line, span in vote.places:
             line.frontier[vote.voter] = span[1]
             line.highest = max(line.highest, span[1])
             line.note(span, finding)
-            linked.update((component, None) for other, component in line.cells.items() if _overlap(other, span))
-        settled = [vote.settle(finding)]
+        vote.finding = finding
+        settled = [vote]
         for component in linked:
             settled += self._settle(component, finding)
         return settled
 
-    def _settle_cells_passed(self, vote: Decision) -> list[Decision]:
+    def _settle_cells_passed(self, voter: Voter, places: Places) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
         settled: list[Decision] = []
-        for line, (start, _) in vote.places:
+        for line, (start, _) in places:
             for span, component in list(line.cells.items()):
-                if span[1] <= start and vote.voter not in component.votes and component in self._open:
+                if span[1] <= start and voter not in component.votes and component in self._open:
                     reason = (
-                        f"{vote.voter} has gone past {_show(span)} on {line.name} without a vote there: its next one "
+                        f"{voter} has gone past {_show(span)} on {line.name} without a vote there: its next one "
                         f"starts at {start}. It issued these collectives outside a compiled graph, or compiled a graph "
                         f"that the others lack"
                     )
-                    finding = Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
+                    finding = Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span)
                     settled += self._settle(component, finding)
         return settled
 
@@ -443,30 +420,29 @@ class _CollectiveHandshakeConsensus:
         waits, or that nobody waits for, are peeled off; what is left are the cycles and what waits between two of them.
         """
         waits_for: dict[Component, set[Component]] = {component: set() for component in self._open}
+        awaited: dict[Component, set[Component]] = {component: set() for component in self._open}
         for own in self._open if len(self._open) > 1 else ():
             for voter in own.votes:
                 for component in [component for line in voter.lines for component in line.cells.values()]:
                     if voter not in component.votes:
                         waits_for[component].add(own)
-        left, size = set(waits_for), -1
+                        awaited[own].add(component)
+        left, size = set(self._open), -1
         while len(left) != size:
             size = len(left)
-            waited_for = set().union(*(waits_for[component] for component in left))
-            left = {component for component in left & waited_for if waits_for[component] & left}
+            left = {component for component in left if waits_for[component] & left and awaited[component] & left}
         cycles = []
-        while left:
-            more = cycle = {left.pop()}
+        for first in [component for component in self._open if component in left]:
+            more, cycle = {first} & left, set[Component]()
             while more:
-                near = set().union(*(waits_for[component] for component in more))
-                more = {other for other in left if other in near or waits_for[other] & more}
                 left -= more
-                cycle = cycle | more
-            votes = _votes_of(cycle)
-            due = added = max(vote.arrived for vote in votes)
-            if not all(line.stood for component in cycle for line in component.spans):
-                grace_s = min(CYCLE_GRACE_S, *(vote.voter.timeout_s / 2 for vote in votes))
-                due = min(added + grace_s, *(component.due for component in cycle))
-            cycles.append(([component for component in self._open if component in cycle], due))
+                cycle |= more
+                more = left & set().union(*(waits_for[component] | awaited[component] for component in more))
+            if cycle:
+                due = added = max(vote.arrived for vote in _votes_of(cycle))
+                if not all(line.stood for component in cycle for line in component.spans):
+                    due = min(added + self._grace_s, *(component.due for component in cycle))
+                cycles.append(([component for component in self._open if component in cycle], due))
         return cycles
 
     def _refused(self, voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
@@ -481,28 +457,6 @@ class _CollectiveHandshakeConsensus:
         elif voter.lost:
             text = f"voted after it was lost: {voter.lost}"
         return HandshakeProtocolError(f"{format_ranks(voter.ranks)} {text}", ranks=voter.ranks, group=group, span=span)
-
-    def _told_to_latecomer(self, vote: Decision) -> Finding | None:
-        """The gravest of what the others were told, or know, on the spans of a vote that are no cells, or None. What
-        was found on just that span goes before what was found on others that overlap it."""
-        told: list[Finding] = []
-        for line, span in vote.places:
-            if span not in line.cells:
-                near = [finding for other, finding in line.findings.items() if _overlap(other, span)]
-                found = [line.findings[span]] if span in line.findings else near
-                if line.lost and not found:
-                    found = [self._lost_finding(line, span)]
-                if not found and span[0] < line.highest:
-                    found = [_meets_other_span(vote, line, span)]
-                told += found
-        return max(told, key=lambda finding: _GRAVITY.index(finding.outcome), default=None)
-
-    def _lost_finding(self, line: Line, span: Span) -> Finding:
-        lost = sorted(line.lost)
-        causes = "; ".join(f"{self.voter(rank)}, {line.lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
-        what_to_do = f"Look at the end of the log of {format_ranks(lost)}, and restart the job"
-        reason = f"a member of {line.name} is gone, at {_show(span)}: {causes}. {what_to_do}"
-        return Finding(Outcome.PEER_LOST, reason, tuple(lost), line.ranks, span)
 
     def _describe_missing(self, component: Component, now: float) -> tuple[str, list[int], Line]:
         """Which ranks it waits for, in words and as numbers; and a line of theirs."""
@@ -523,6 +477,14 @@ class _CollectiveHandshakeConsensus:
         return f"{state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
 
 
+def _can_be_one(components: list[Component], opened: list[Line]) -> bool:
+    """Whether, as one component with these lines, each rank still votes on all of its lines that the rank belongs to."""
+    if opened and any(component.concerns((), opened) for component in components):
+        return False
+    by_size = sorted(components, key=lambda component: -len(component.votes)) if len(components) > 1 else ()
+    return not any(large.concerns(small.votes, small.spans) for large, small in itertools.combinations(by_size, 2))
+
+
 def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
     ranks_with: dict[str | bytes, list[int]] = {}
     for vote in votes:
@@ -538,7 +500,7 @@ def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
 def _spans_differ(votes: Sequence[Decision]) -> Finding:
     """For votes that can't be one component: a rank that belongs to a line, and has no vote there or another span."""
     on = {line: vote for vote in votes for line, _ in vote.places}
-    for vote in reversed(votes):
+    for vote in (votes[-1], *votes[:-1]):
         mine = dict(vote.places)
         for line in sorted(vote.voter.lines & on.keys(), key=lambda line: line.ranks):
             span = dict(on[line].places)[line]
@@ -549,18 +511,22 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
                     f"{_places(on[line])}: they hold different numbers of collectives, or started at different positions"
                 )
                 return Finding(Outcome.SPLIT, reason, tuple(sorted({*others, *vote.voter.ranks})), line.ranks, span)
-    raise AssertionError("votes that are no component, and nothing that speaks against it")
-
-
-def _meets_other_span(vote: Decision, line: Line, span: Span) -> Finding:
-    for other, component in line.cells.items():
-        if _overlap(span, other):
-            return _spans_differ([*(its for its in component.votes.values() if line in its.voter.lines), vote])
+    late = votes[-1]
+    line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
     reason = (
-        f"{vote.voter} is late at {_show(span)} on {line.name}: others are at {line.highest} already, and went past without "
-        f"a vote there, or were answered too long ago for it to be known"
+        f"{late.voter} is late at {_show(span)} on {line.name}: others are at {line.highest} already, and went past "
+        f"without a vote there, or were answered too long ago for it to be known"
     )
-    return Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
+    return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
+
+
+def _lost(line: Line, span: Span) -> Finding:
+    lost = sorted((voter for voter in line.members if voter.lost), key=lambda voter: voter.ranks)
+    ranks = tuple(rank for voter in lost for rank in voter.ranks)
+    causes = "; ".join(f"{voter}, {voter.lost}" for voter in lost[:MAX_RANKS_LAST_SEEN])
+    what_to_do = f"Look at the end of the log of {format_ranks(ranks)}, and restart the job"
+    reason = f"a member of {line.name} is gone, at {_show(span)}: {causes}. {what_to_do}"
+    return Finding(Outcome.PEER_LOST, reason, ranks, line.ranks, span)
 
 
 def _waits_in_cycle(cycle: list[Component]) -> Finding:

@@ -229,8 +229,7 @@ class Oracle:
         closed_at = max(self.cast_at[place] for place in cycle)
         if self.groups_of(cycle) <= self.stood:
             return closed_at
-        grace_s = min(self.cycle_grace_s, *(self.timeouts_s[place] / 2 for place in cycle))
-        return min(closed_at + grace_s, self.out_of_time_at(cycle))
+        return min(closed_at + self.cycle_grace_s, self.out_of_time_at(cycle))
 
     def waiting_components(self, but: int | None = None) -> list[list[int]]:
         """Those of the votes without an answer; all votes, or all but one."""

@@ -13,7 +13,7 @@ import gc
 import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import oracle
 import pytest
@@ -218,11 +218,9 @@ class Run:
     """The machine at work on a case. Keeps each vote's answer; fails if a vote gets two, or a stranger gets one, or a
     latecomer is told anything but what the first votes of its span were told."""
 
-    def __init__(self, case: Case, timeouts_s: list[float] | None = None) -> None:
+    def __init__(self, case: Case, timeout_s: float | None = None) -> None:
         self.case = case
-        self.machine = _consensus._CollectiveHandshakeConsensus(case.num_ranks)
-        for rank, timeout_s in enumerate(timeouts_s or ()):
-            self.machine.voter(rank).timeout_s = timeout_s
+        self.machine = _consensus._CollectiveHandshakeConsensus(case.num_ranks, timeout_s)
         self.order: list[Vote] = []
         self.answers: dict[Vote, str] = {}
         self.cast_at: dict[Vote, float] = {}
@@ -403,13 +401,16 @@ def check_no_needless_split(case: Case) -> set[str]:
 class Judged:
     """A run with faults, whose every step the oracle judges."""
 
-    def __init__(self, case: Case, timeouts_s: list[float]) -> None:
-        self.run = Run(case, timeouts_s)
-        self.judge = Oracle(_consensus.CYCLE_GRACE_S)
-        self.timeouts_s = timeouts_s
+    def __init__(self, case: Case, timeout_s: float, patience_s: Sequence[float] = (1.0,)) -> None:
+        """`patience_s`: what ranks may have as their own timeouts, in multiples of the job's."""
+        self.run = Run(case, timeout_s)
+        self.judge = Oracle(min(_consensus.CYCLE_GRACE_S, timeout_s / 2))
+        self.timeouts_s = [timeout_s * case.draw.choice(patience_s) for _ in range(case.num_ranks)]
+        for rank, its_own_s in enumerate(self.timeouts_s):
+            self.run.machine.voter(rank).timeout_s = its_own_s
         self.now = 0.0
 
-    def check(self, taken: dict[Vote, str], due: dict[int, str], newest: int = -1) -> None:
+    def check(self, taken: dict[Vote, str], due: dict[int, str]) -> None:
         run, judge = self.run, self.judge
         # A lost rank has nobody left to be told.
         expected = {judge.votes[at]: outcome for at, outcome in due.items() if judge.votes[at].rank not in judge.lost}
@@ -419,16 +420,13 @@ class Judged:
             out_of_time = max(judge.out_of_time_at(component), self.now)
             assert deadline is not None and deadline <= out_of_time, run.failure(f"sleeps past {out_of_time}")
         for cycle in judge.cycles():
-            # One that was left of a larger one may stand for a second time, as may one of ranks that are not equally
-            # patient; but always within the time of all its votes.
-            exact = newest in cycle and len(set(self.timeouts_s)) == 1
-            latest = max(judge.cycle_due_at(cycle), self.now) + (0.0 if exact else _consensus.CYCLE_GRACE_S)
+            latest = max(judge.cycle_due_at(cycle), self.now)
             assert deadline is not None and deadline <= latest, run.failure(f"sleeps past {latest}")
 
     def put(self, vote: Vote) -> None:
         self.rejoin(vote.rank)
         due = self.judge.put(vote, self.now, self.timeouts_s[vote.rank])
-        self.check(self.run.put(vote, self.now), due, newest=len(self.judge.votes) - 1)
+        self.check(self.run.put(vote, self.now), due)
 
     def drop(self, rank: int) -> None:
         due = self.judge.drop(rank)
@@ -456,7 +454,7 @@ class Judged:
 
 def check_faults(case: Case) -> set[str]:
     """Ranks are lost and time out, each followed by a check; then time passes, and nobody is left without an answer."""
-    judged = Judged(case, [case.draw.choice([20.0, 20.0, 20.0, 4.0, 1.0]) for _ in range(case.num_ranks)])
+    judged = Judged(case, case.draw.choice([20.0, 4.0]), patience_s=(1.0, 1.0, 0.2, 5.0))
     run, machine = judged.run, judged.run.machine
     for vote in case.interleaving():
         judged.now += case.draw.choice([0.0, 0.0, 0.3, 1.0, 6.0])
@@ -484,7 +482,7 @@ def check_ranks_that_block(case: Case) -> set[str]:
     """Ranks that wait for each answer before they cast their next vote are stuck only where a rank never comes. A wait
     cycle stands for its grace once; where its groups stood in one before, it is split at once."""
     timeout_s = case.draw.choice([1.0, 4.0, float("inf"), float("inf")])
-    judged = Judged(case, [timeout_s] * case.num_ranks)
+    judged = Judged(case, timeout_s)
     run, machine = judged.run, judged.run.machine
     left = [list(reversed(votes)) for votes in case.programs]
     blocked_by: dict[int, Vote] = {}
@@ -666,18 +664,18 @@ def test_groups_on_which_a_wait_cycle_stood_are_remembered() -> None:
 
 
 def test_each_wait_cycle_wakes_the_machine_in_time() -> None:
-    """After half of its own ranks' timeout, also while another one stands."""
-    machine = Machine(5)
+    """After half of the timeout, also while another one stands; or when the first of its votes is out of time."""
+    machine = Machine(5, timeout_s=4.0)
+    machine.machine.voter(2).timeout_s = 0.5
     groups = [(0, 1, 4), (0, 1), (2, 3, 4), (2, 3)]
-    for rank, now, timeout_s in ((0, 0.0, 4.0), (1, 1.0, 4.0), (2, 1.2, 1.0), (3, 1.2, 1.0)):
-        machine.machine.voter(rank).timeout_s = timeout_s
+    for rank, now in ((0, 0.0), (1, 1.0), (2, 1.25), (3, 1.5)):
         assert machine.cast(rank, "A", {groups[rank]: (0, 1)}, now) == {}
     split = []
     while (deadline := machine.machine.next_deadline()) is not None:
         if told := machine.told(machine.machine.expire(deadline)):
-            split.append((pytest.approx(deadline), told))
+            split.append((deadline, told))
         machine.machine.notices(deadline)
-    assert split == [(1.7, {2: SPLIT, 3: SPLIT}), (3.0, {0: SPLIT, 1: SPLIT})]
+    assert split == [(1.75, {2: SPLIT, 3: SPLIT}), (3.0, {0: SPLIT, 1: SPLIT})]
 
 
 def test_a_vote_that_passes_one_and_is_late_to_another_shares_no_outcome_with_what_it_passes() -> None:
