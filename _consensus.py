@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule (DESIGN section 3): votes in, decisions out. No socket, no clock, no thread.
+"""The rule (DESIGN section 3): votes in, decisions out. No socket, no clock, no thread. A vote is decided in `cast`.
 
 Votes whose spans overlap on a group's *line* are linked, and linked votes are one *component* with one verdict. The
 spans of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its
-line's `cells`, which says in which component. All votes of an open component have one fingerprint, it has one cell a
-line, and each of its ranks votes on every line of it that the rank belongs to. That is checked when a vote arrives, and
-is all that "agree" asks for: so a component has one vote a rank, and is FAT once none is missing. A vote that arrives
-does one of three things on each of its lines:
+line's `cells`, which says in which component. An open component has one cell a line, and each of its ranks votes on
+every line of it that the rank belongs to. That is checked when a vote arrives, and with equal fingerprints is all that
+"agree" asks for: so a component has one vote a rank, and is FAT once none is missing. On each of its lines, a vote
 
-- its span is a cell: it joins that component, and components that it joins become one;
-- its span is no cell, and starts below the highest end seen on the line: others differ, were answered, or went past.
-  It is split, with all that it overlaps. A line keeps its last findings, so that a latecomer is told what the others
-  were told; where nothing is known any more it is split, so to forget is safe;
-- else it opens a cell. Cells that end before it and lack its rank have been passed: they are split.
+- joins the component in which its span is a cell; components that it joins become one;
+- or is late: its span is no cell, and starts below the highest end seen. Others differ, were answered, or went past. It
+  is split, with all that it overlaps. A line keeps its last findings, so that a latecomer is told what the others were
+  told; where nothing is known any more it is split, so to forget is safe;
+- or opens a cell. Cells that end before it and lack its rank have been passed: they are split.
 
 A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. What a vote costs depends on
-voters and spans, not on ranks. A matched round leaves nothing behind: when a line's last cell is FAT, all members stand
-at one frontier again. Where all votes of a component are *partial*, its ranks look for a plan after a split: the verdict
-is held back then until all have voted, so that all start together; until its timeout, at most.
+voters and spans, not on ranks. A matched round leaves nothing behind. Where all votes of a component are *partial*, its
+ranks look for a plan after a split: it is held back until all have voted, so that all start together, or time is up.
 """
 
 import enum
@@ -38,7 +36,7 @@ else:
 NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
 NOTICE_INTERVAL_S = 60.0
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
-# timeout, if that is less: its ranks get SPLIT, and not TIMEOUT.
+# timeout, if that is less: its ranks get SPLIT, and not TIMEOUT. While a vote waits, the clock is looked at this often.
 CYCLE_GRACE_S = 5.0
 # Spans of one line that were not fat, kept for latecomers: about as many as ranks are apart.
 MAX_FINDINGS_A_LINE = 64
@@ -70,7 +68,6 @@ class Finding(NamedTuple):
 
 
 _FAT = Finding(Outcome.FAT)
-_GRAVITY = list(Outcome)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,21 +132,13 @@ class Component:
     """Linked votes that agree so far; or, where all are partial, that are held back until all have voted."""
 
     fingerprint: str | bytes  # that of its first vote
-    opened: float  # when the first of its votes came
     notice_at: float  # when its ranks are next told that they wait
+    due: float = math.inf  # when the first of its votes is out of time
     votes: dict[Voter, Decision] = field(default_factory=dict)
     spans: dict[Line, Span] = field(default_factory=dict)  # its cells
     missing: int = 0  # ranks, summed over its cells
-    due: float = math.inf  # when the first of its votes is out of time
     partial: bool = True  # whether all its votes are
     differs: bool = False  # whether they have several fingerprints
-
-    def concerns(self, voters: Iterable[Voter], lines: Iterable[Line]) -> bool:
-        """Whether one of these voters belongs to a line of it, or one of its own to one of these lines."""
-        return not (
-            all(self.spans.keys().isdisjoint(voter.lines) for voter in voters)
-            and all(self.votes.keys().isdisjoint(line.members) for line in lines)
-        )
 
     def absorb(self, other: "Component") -> None:
         """Takes over the votes and cells of another one."""
@@ -159,7 +148,6 @@ class Component:
         self.spans |= other.spans
         self.missing += other.missing
         self.due = min(self.due, other.due)
-        self.opened = min(self.opened, other.opened)
         self.notice_at = min(self.notice_at, other.notice_at)
         self.partial = self.partial and other.partial
         self.differs = self.differs or other.differs or self.fingerprint != other.fingerprint
@@ -225,38 +213,40 @@ class _CollectiveHandshakeConsensus:
     def cast(
         self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float, partial: bool = False
     ) -> list[Decision]:
-        """`put_request` for spans that are unpacked already, one a line. `partial` says that this voter looks for a plan
-        if all others of its component do too."""
+        """`put_request` for spans that are unpacked already, one a line. `partial`: this voter looks for a plan after a
+        split, if all others of its component do too."""
         met: list[Component] = []
         opened: list[Line] = []
-        shared = 0  # the lines of the components that it meets to which this voter belongs
+        shared = 0  # lines of those it meets to which this voter belongs
         is_late = has_neighbours = False
         for line, span in places:
             if span[0] < line.frontier.get(voter, line.base):
-                raise self._refused(voter, line, span)
+                raise _refused(voter, line, span)
             here = line.cells.get(span)
             if here is None:
                 opened.append(line)
                 is_late = is_late or span[0] < line.highest or not line.members.isdisjoint(self._lost)
             elif here not in met:
                 met.append(here)
-                shared += len(here.spans.keys() & voter.lines)
+                shared += len(here.spans.keys() & voter.lines) if len(here.spans) > 1 else 1
             if len(line.cells) > (here is not None):
                 has_neighbours = True
         if voter.lost or len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
-            raise self._refused(voter)
+            raise _refused(voter)
         if has_neighbours and (passed := self._settle_cells_passed(voter, places)):
             return passed + self.cast(voter, places, fingerprint, request, now, partial)
 
         vote = voter.last = Decision(voter, places, fingerprint, request, now)
-        if is_late or shared > len(places) - len(opened) or not _can_be_one(met, opened):
-            return self._settle_all_linked(vote, met)
-        component = self._joined(met) if met else self._opened(fingerprint, now)
+        if is_late or shared + len(opened) > len(places) or not _can_be_one(met, opened):
+            return self._settle_with_linked(vote, met)
+        component = self._joined(met, fingerprint, now)
         component.votes[voter] = vote
         voter.waiting[vote] = None
         component.missing -= len(places) * len(voter.ranks)
-        component.partial = component.partial and partial
-        component.differs = component.differs or component.fingerprint != fingerprint
+        if component.fingerprint != fingerprint:
+            component.differs = True
+        if not partial:
+            component.partial = False
         for line, span in places:
             line.frontier[voter] = span[1]
             if line in opened:
@@ -267,12 +257,12 @@ class _CollectiveHandshakeConsensus:
             if line.stood:
                 self._next = now
 
-        if component.differs and (not component.partial or not component.missing):
-            # A rank that waits in an older vote can't come to look for a plan before that is answered.
-            plan = component.partial and all(next(iter(its.waiting)) is own for its, own in component.votes.items())
-            return self._settle(component, _fingerprints_differ(component.votes.values()), plan)
-        if not component.missing:
+        if not component.missing and not component.differs:
             return self._settle(component, _FAT)
+        if component.differs and not (component.missing and component.partial):
+            # A rank that waits in an older vote can't come to look for a plan before that is answered.
+            plan = component.partial and all(next(iter(of.waiting)) is own for of, own in component.votes.items())
+            return self._settle(component, _fingerprints_differ(component.votes.values()), plan)
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
             self._next = min(self._next, component.due)
@@ -331,23 +321,22 @@ class _CollectiveHandshakeConsensus:
             if component.notice_at <= now:
                 text = f"waiting for {self._describe_missing(component, now)[0]}"
                 told += [(vote, text) for vote in component.votes.values()]
-                beyond = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
-                marks = (component.opened + waited for waited in itertools.chain(NOTICE_AT_S, beyond))
-                component.notice_at = next(mark for mark in marks if mark > now)
+                first = min(vote.arrived for vote in component.votes.values())
+                then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
+                component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
         times = [min(component.due, component.notice_at) for component in self._open]
         times += [due for _, due in self._wait_cycles()]
-        self._next = min(times, default=math.inf)
-        if self._open:  # a cycle that closes from now on
-            self._next = min(self._next, now + self._grace_s)
+        self._next = min([*times, now + self._grace_s])  # a cycle may close from now on
         return told
 
-    def _opened(self, fingerprint: str | bytes, now: float) -> Component:
-        component = Component(fingerprint, now, now + NOTICE_AT_S[0])
-        self._open[component] = None
-        self._next = min(self._next, component.notice_at, now + self._grace_s)
-        return component
-
-    def _joined(self, met: list[Component]) -> Component:
+    def _joined(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
+        """What these components become, or a new one."""
+        if not met:
+            component = Component(fingerprint, now + NOTICE_AT_S[0])
+            self._open[component] = None
+            if now + self._grace_s < self._next:
+                self._next = now + self._grace_s
+            return component
         largest = met[0] if len(met) == 1 else max(met, key=lambda component: len(component.votes))
         for component in met:
             if component is not largest:
@@ -370,7 +359,7 @@ class _CollectiveHandshakeConsensus:
             vote.finding, vote.plan = finding, plan
         return list(component.votes.values())
 
-    def _settle_all_linked(self, vote: Decision, met: list[Component]) -> list[Decision]:
+    def _settle_with_linked(self, vote: Decision, met: list[Component]) -> list[Decision]:
         """Answers a vote that is late or doesn't fit, the components that it meets, and those that its spans overlap:
         with the gravest of what others were told on its spans, or else with why it doesn't fit. What was found on just
         its span goes before what was found on others that overlap it."""
@@ -379,14 +368,12 @@ class _CollectiveHandshakeConsensus:
         for line, span in vote.places:
             if span not in line.cells:
                 linked |= {component: None for other, component in line.cells.items() if _overlap(other, span)}
-                near = [finding for other, finding in line.findings.items() if _overlap(other, span)]
-                found = [line.findings[span]] if span in line.findings else near
-                is_lost = not found and not line.members.isdisjoint(self._lost)
-                told += [_lost(line, span)] if is_lost else found
-        if told:
-            finding = max(told, key=lambda finding: _GRAVITY.index(finding.outcome))
-        else:
-            finding = _spans_differ([*_votes_of(linked), vote])
+                known = {other: finding for other, finding in line.findings.items() if _overlap(other, span)}
+                told += [known[span]] if span in known else known.values()
+                if not known and not line.members.isdisjoint(self._lost):
+                    told.append(_lost(line, span))
+        gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
+        finding = gravest or _spans_differ([*_votes_of(linked), vote])
         for line, span in vote.places:
             line.frontier[vote.voter] = span[1]
             line.highest = max(line.highest, span[1])
@@ -427,36 +414,22 @@ class _CollectiveHandshakeConsensus:
                     if voter not in component.votes:
                         waits_for[component].add(own)
                         awaited[own].add(component)
-        left, size = set(self._open), -1
-        while len(left) != size:
-            size = len(left)
-            left = {component for component in left if waits_for[component] & left and awaited[component] & left}
+        left = set(self._open)
+        while left != (kept := {one for one in left if waits_for[one] & left and awaited[one] & left}):
+            left = kept
         cycles = []
         for first in [component for component in self._open if component in left]:
-            more, cycle = {first} & left, set[Component]()
+            cycle, more = set[Component](), {first} & left
             while more:
-                left -= more
                 cycle |= more
-                more = left & set().union(*(waits_for[component] | awaited[component] for component in more))
+                left -= more
+                more = left & set().union(*(waits_for[one] | awaited[one] for one in more))
             if cycle:
-                due = added = max(vote.arrived for vote in _votes_of(cycle))
+                due = max(vote.arrived for vote in _votes_of(cycle))
                 if not all(line.stood for component in cycle for line in component.spans):
-                    due = min(added + self._grace_s, *(component.due for component in cycle))
+                    due = min(due + self._grace_s, *(component.due for component in cycle))
                 cycles.append(([component for component in self._open if component in cycle], due))
         return cycles
-
-    def _refused(self, voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
-        group = None if line is None else line.ranks
-        text = f"has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
-        if line is not None and span is not None:
-            text = (
-                f"voted out of order: its span {_show(span)} on {line.name} starts before "
-                f"{line.frontier.get(voter, line.base)}, where its last vote on that group ended. Count the "
-                f"collectives of one process in one place, under one lock, and submit each count once"
-            )
-        elif voter.lost:
-            text = f"voted after it was lost: {voter.lost}"
-        return HandshakeProtocolError(f"{format_ranks(voter.ranks)} {text}", ranks=voter.ranks, group=group, span=span)
 
     def _describe_missing(self, component: Component, now: float) -> tuple[str, list[int], Line]:
         """Which ranks it waits for, in words and as numbers; and a line of theirs."""
@@ -477,19 +450,42 @@ class _CollectiveHandshakeConsensus:
         return f"{state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
 
 
-def _can_be_one(components: list[Component], opened: list[Line]) -> bool:
-    """Whether, as one component with these lines, each rank still votes on all of its lines that the rank belongs to."""
-    if opened and any(component.concerns((), opened) for component in components):
-        return False
-    by_size = sorted(components, key=lambda component: -len(component.votes)) if len(components) > 1 else ()
-    return not any(large.concerns(small.votes, small.spans) for large, small in itertools.combinations(by_size, 2))
+def _refused(voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
+    if line and span:
+        text = (
+            f"voted out of order: its span {_show(span)} on {line.name} starts before "
+            f"{line.frontier.get(voter, line.base)}, where its last vote on that group ended. Count the "
+            f"collectives of one process in one place, under one lock, and submit each count once"
+        )
+    elif voter.lost:
+        text = f"voted after it was lost: {voter.lost}"
+    else:
+        text = f"has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
+    group = line.ranks if line else None
+    return HandshakeProtocolError(f"{format_ranks(voter.ranks)} {text}", ranks=voter.ranks, group=group, span=span)
+
+
+def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
+    """Whether these would be one component in which each rank votes on every line that it belongs to."""
+    if len(met) + len(opened) < 2:
+        return True
+    parts = [({}, dict.fromkeys(opened)), *((component.votes, component.spans) for component in met)]
+    parts.sort(key=lambda part: len(part[0]))
+    return all(
+        all(spans.keys().isdisjoint(voter.lines) for voter in fewer)
+        and all(votes.keys().isdisjoint(line.members) for line in theirs)
+        for (fewer, theirs), (votes, spans) in itertools.combinations(parts, 2)
+    )
 
 
 def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
-    ranks_with: dict[str | bytes, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}
     for vote in votes:
-        ranks_with.setdefault(vote.fingerprint, []).extend(vote.voter.ranks)
-    sides = "; ".join(f"{_short(its)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items())
+        its = vote.fingerprint
+        ranks_with.setdefault(its.hex() if isinstance(its, bytes) else its, []).extend(vote.voter.ranks)
+    sides = "; ".join(
+        f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()
+    )
     *_, newest = votes
     met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
     line, span = next((place for place in newest.places if place in met), newest.places[0])
@@ -499,18 +495,17 @@ def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
 
 def _spans_differ(votes: Sequence[Decision]) -> Finding:
     """For votes that can't be one component: a rank that belongs to a line, and has no vote there or another span."""
-    on = {line: vote for vote in votes for line, _ in vote.places}
+    on = {line: (vote, span) for vote in votes for line, span in vote.places}
     for vote in (votes[-1], *votes[:-1]):
         mine = dict(vote.places)
         for line in sorted(vote.voter.lines & on.keys(), key=lambda line: line.ranks):
-            span = dict(on[line].places)[line]
+            other, span = on[line]
             if mine.get(line) != span:
-                others = [rank for other in votes if other.places == on[line].places for rank in other.voter.ranks]
                 reason = (
-                    f"the graph of {vote.voter} takes {_places(vote)}, that of {format_ranks(others)} takes "
-                    f"{_places(on[line])}: they hold different numbers of collectives, or started at different positions"
+                    f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
+                    f"they hold different numbers of collectives, or started at different positions"
                 )
-                return Finding(Outcome.SPLIT, reason, tuple(sorted({*others, *vote.voter.ranks})), line.ranks, span)
+                return Finding(Outcome.SPLIT, reason, vote.voter.ranks + other.voter.ranks, line.ranks, span)
     late = votes[-1]
     line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
     reason = (
@@ -555,8 +550,3 @@ def _show(span: Span) -> str:
 def _places(vote: Decision) -> str:
     more = f" and on {len(vote.places) - 3} more groups" if len(vote.places) > 3 else ""
     return ", ".join(f"{_show(span)} on {line.name}" for line, span in vote.places[:3]) + more
-
-
-def _short(fingerprint: str | bytes) -> str:
-    text = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
-    return text[:12] + ("…" if len(text) > 12 else "")
