@@ -21,7 +21,7 @@ ranks look for a plan after a split: it is held back until all have voted, so th
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -140,18 +140,6 @@ class Component:
     partial: bool = True  # whether all its votes are
     differs: bool = False  # whether they have several fingerprints
 
-    def absorb(self, other: "Component") -> None:
-        """Takes over the votes and cells of another one."""
-        for line, span in other.spans.items():
-            line.cells[span] = self
-        self.votes |= other.votes
-        self.spans |= other.spans
-        self.missing += other.missing
-        self.due = min(self.due, other.due)
-        self.notice_at = min(self.notice_at, other.notice_at)
-        self.partial = self.partial and other.partial
-        self.differs = self.differs or other.differs or self.fingerprint != other.fingerprint
-
     def lacks(self) -> dict[int, Line]:
         """The ranks that it waits for, ascending, and a line on which each is missing."""
         voted = {rank for voter in self.votes for rank in voter.ranks}
@@ -161,8 +149,7 @@ class Component:
 class _CollectiveHandshakeConsensus:
     """Decides, for every vote, whether the ranks involved run their graphs fat or split.
 
-    `put_request` (or `cast`, for spans that are unpacked already), `expire` and `drop_rank` return the decisions that
-    follow. Time is an argument, in seconds of any clock that does not go backwards.
+    What returns decisions settles these votes. Time is an argument: seconds of a clock that does not go backwards.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float | None = None) -> None:
@@ -221,7 +208,7 @@ class _CollectiveHandshakeConsensus:
         is_late = has_neighbours = False
         for line, span in places:
             if span[0] < line.frontier.get(voter, line.base):
-                raise _refused(voter, line, span)
+                raise _out_of_order(voter, line, span)
             here = line.cells.get(span)
             if here is None:
                 opened.append(line)
@@ -231,42 +218,51 @@ class _CollectiveHandshakeConsensus:
                 shared += len(here.spans.keys() & voter.lines) if len(here.spans) > 1 else 1
             if len(line.cells) > (here is not None):
                 has_neighbours = True
-        if voter.lost or len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
-            raise _refused(voter)
+        if voter.lost:
+            raise HandshakeProtocolError(f"{voter} voted after it was lost: {voter.lost}", ranks=voter.ranks)
+        if len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
+            text = f"{voter} has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
+            raise HandshakeProtocolError(text, ranks=voter.ranks)
         if has_neighbours and (passed := self._settle_cells_passed(voter, places)):
             return passed + self.cast(voter, places, fingerprint, request, now, partial)
 
         vote = voter.last = Decision(voter, places, fingerprint, request, now)
+        settled: list[Decision] = []
+        finding = None
         if is_late or shared + len(opened) > len(places) or not _can_be_one(met, opened):
-            return self._settle_with_linked(vote, met)
-        component = self._joined(met, fingerprint, now)
+            finding, linked = self._why_split(vote, met)
+            for component in linked:
+                settled += self._settle(component, finding)
+            met, opened = [], [line for line, _ in places]  # it is settled by itself
+        component = met[0] if len(met) == 1 else self._merged(met, fingerprint, now)
         component.votes[voter] = vote
-        voter.waiting[vote] = None
         component.missing -= len(places) * len(voter.ranks)
-        if component.fingerprint != fingerprint:
-            component.differs = True
-        if not partial:
-            component.partial = False
+        component.partial &= partial
+        component.differs |= component.fingerprint != fingerprint
+        voter.waiting[vote] = None
         for line, span in places:
             line.frontier[voter] = span[1]
             if line in opened:
                 line.cells[span] = component
-                line.highest = span[1]
+                line.highest = max(line.highest, span[1])
                 component.spans[line] = span
                 component.missing += len(line.ranks)
             if line.stood:
                 self._next = now
 
-        if not component.missing and not component.differs:
-            return self._settle(component, _FAT)
+        plan = False
         if component.differs and not (component.missing and component.partial):
+            finding = _fingerprints_differ(component)
             # A rank that waits in an older vote can't come to look for a plan before that is answered.
             plan = component.partial and all(next(iter(of.waiting)) is own for of, own in component.votes.items())
-            return self._settle(component, _fingerprints_differ(component.votes.values()), plan)
+        elif not component.missing:
+            finding = finding or _FAT
+        if finding:
+            return settled + self._settle(component, finding, plan)
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
             self._next = min(self._next, component.due)
-        return []
+        return settled
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for its grace, TIMEOUT for a whole
@@ -281,11 +277,10 @@ class _CollectiveHandshakeConsensus:
                     settled += self._settle(component, finding)
         for component in [component for component in self._open if component.due <= now]:
             if component.differs:  # it was only held back for a plan
-                finding = _fingerprints_differ(component.votes.values())
+                finding = _fingerprints_differ(component)
             else:
-                text, missing, line = self._describe_missing(component, now)
-                where = line.ranks, component.spans[line]
-                finding = Finding(Outcome.TIMEOUT, f"gave up waiting for {text}", tuple(missing), *where)
+                waits = self._waits(component, now)
+                finding = waits._replace(reason=f"gave up {waits.reason}")
             settled += self._settle(component, finding)
         return settled
 
@@ -319,9 +314,9 @@ class _CollectiveHandshakeConsensus:
         told = []
         for component in self._open:
             if component.notice_at <= now:
-                text = f"waiting for {self._describe_missing(component, now)[0]}"
+                text = self._waits(component, now).reason
                 told += [(vote, text) for vote in component.votes.values()]
-                first = min(vote.arrived for vote in component.votes.values())
+                first = min(vote.arrived for vote in _votes_of([component]))
                 then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
                 component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
         times = [min(component.due, component.notice_at) for component in self._open]
@@ -329,23 +324,28 @@ class _CollectiveHandshakeConsensus:
         self._next = min([*times, now + self._grace_s])  # a cycle may close from now on
         return told
 
-    def _joined(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
-        """What these components become, or a new one."""
+    def _merged(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
+        """What these components become together; a new one, if there are none."""
         if not met:
-            component = Component(fingerprint, now + NOTICE_AT_S[0])
-            self._open[component] = None
-            if now + self._grace_s < self._next:
-                self._next = now + self._grace_s
-            return component
-        largest = met[0] if len(met) == 1 else max(met, key=lambda component: len(component.votes))
-        for component in met:
-            if component is not largest:
-                del self._open[component]
-                largest.absorb(component)
-        return largest
+            met = [Component(fingerprint, now + NOTICE_AT_S[0])]
+            self._open[met[0]] = None
+            self._next = min(self._next, now + self._grace_s)
+        own, *others = sorted(met, key=lambda component: -len(component.votes))
+        for other in others:
+            del self._open[other]
+            for line, span in other.spans.items():
+                line.cells[span] = own
+            own.votes |= other.votes
+            own.spans |= other.spans
+            own.missing += other.missing
+            own.due = min(own.due, other.due)
+            own.notice_at = min(own.notice_at, other.notice_at)
+            own.partial &= other.partial
+            own.differs |= other.differs or own.fingerprint != other.fingerprint
+        return own
 
     def _settle(self, component: Component, finding: Finding, plan: bool = False) -> list[Decision]:
-        """Answers all votes of a component, and forgets it. A vote or a cell that was settled before raises KeyError."""
+        """Answers all votes of a component, and forgets it. What was settled before raises KeyError."""
         del self._open[component]
         for line, span in component.spans.items():
             del line.cells[span]
@@ -359,10 +359,10 @@ class _CollectiveHandshakeConsensus:
             vote.finding, vote.plan = finding, plan
         return list(component.votes.values())
 
-    def _settle_with_linked(self, vote: Decision, met: list[Component]) -> list[Decision]:
-        """Answers a vote that is late or doesn't fit, the components that it meets, and those that its spans overlap:
-        with the gravest of what others were told on its spans, or else with why it doesn't fit. What was found on just
-        its span goes before what was found on others that overlap it."""
+    def _why_split(self, vote: Decision, met: list[Component]) -> tuple[Finding, Iterable[Component]]:
+        """For a vote that is late or doesn't fit what it meets: the gravest of what others were told on its spans, or
+        else what doesn't fit; and all that gets that, with what its spans overlap. What was found on just its span goes
+        before what was found on others that overlap it."""
         linked = dict.fromkeys(met)
         told: list[Finding] = []
         for line, span in vote.places:
@@ -373,16 +373,7 @@ class _CollectiveHandshakeConsensus:
                 if not known and not line.members.isdisjoint(self._lost):
                     told.append(_lost(line, span))
         gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
-        finding = gravest or _spans_differ([*_votes_of(linked), vote])
-        for line, span in vote.places:
-            line.frontier[vote.voter] = span[1]
-            line.highest = max(line.highest, span[1])
-            line.note(span, finding)
-        vote.finding = finding
-        settled = [vote]
-        for component in linked:
-            settled += self._settle(component, finding)
-        return settled
+        return gravest or _spans_differ([*_votes_of(linked), vote]), linked
 
     def _settle_cells_passed(self, voter: Voter, places: Places) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
@@ -391,7 +382,7 @@ class _CollectiveHandshakeConsensus:
             for span, component in list(line.cells.items()):
                 if span[1] <= start and voter not in component.votes and component in self._open:
                     reason = (
-                        f"{voter} has gone past {_show(span)} on {line.name} without a vote there: its next one "
+                        f"{voter} has gone past {_at(line, span)} without a vote there: its next one "
                         f"starts at {start}. It issued these collectives outside a compiled graph, or compiled a graph "
                         f"that the others lack"
                     )
@@ -431,54 +422,49 @@ class _CollectiveHandshakeConsensus:
                 cycles.append(([component for component in self._open if component in cycle], due))
         return cycles
 
-    def _describe_missing(self, component: Component, now: float) -> tuple[str, list[int], Line]:
-        """Which ranks it waits for, in words and as numbers; and a line of theirs."""
+    def _waits(self, component: Component, now: float) -> Finding:
+        """What is said of a component while it waits."""
         missing = component.lacks()
         line = next(iter(missing.values()))
-        seen = [f"{self.voter(rank)} {self._last_seen(rank, now)}" for rank in list(missing)[:MAX_RANKS_LAST_SEEN]]
-        if len(missing) > len(seen):
-            seen.append(f"and {len(missing) - len(seen)} more")
         voted = format_ranks(rank for voter in component.votes for rank in voter.ranks)
-        where = f"at {_show(component.spans[line])} on {line.name}"
-        return f"{format_ranks(missing)} {where} ({voted} voted): {'; '.join(seen)}", list(missing), line
-
-    def _last_seen(self, rank: int, now: float) -> str:
-        voter = self.voter(rank)
-        if voter.last is None:
-            return "has not voted yet" if voter.label else "has neither connected nor voted yet"
-        state = "still waits in" if voter.last in voter.waiting else "last voted on"
-        return f"{state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
+        seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
+        more = f"; and {len(missing) - MAX_RANKS_LAST_SEEN} more" if len(missing) > MAX_RANKS_LAST_SEEN else ""
+        where = _at(line, component.spans[line])
+        reason = f"waiting for {format_ranks(missing)} at {where} ({voted} voted): {seen}{more}"
+        return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, component.spans[line])
 
 
-def _refused(voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
-    if line and span:
-        text = (
-            f"voted out of order: its span {_show(span)} on {line.name} starts before "
-            f"{line.frontier.get(voter, line.base)}, where its last vote on that group ended. Count the "
-            f"collectives of one process in one place, under one lock, and submit each count once"
-        )
-    elif voter.lost:
-        text = f"voted after it was lost: {voter.lost}"
-    else:
-        text = f"has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
-    group = line.ranks if line else None
-    return HandshakeProtocolError(f"{format_ranks(voter.ranks)} {text}", ranks=voter.ranks, group=group, span=span)
+def _last_seen(voter: Voter, now: float) -> str:
+    if voter.last is None:
+        return f"{voter} has {'not voted' if voter.label else 'neither connected nor voted'} yet"
+    state = "still waits in" if voter.last in voter.waiting else "last voted on"
+    return f"{voter} {state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
+
+
+def _out_of_order(voter: Voter, line: Line, span: Span) -> HandshakeProtocolError:
+    text = (
+        f"{voter} voted out of order: its span {_at(line, span)} starts before {line.frontier.get(voter, line.base)}, "
+        f"where its last vote on that group ended. Count the collectives of one process in one place, under one lock, "
+        f"and submit each count once"
+    )
+    return HandshakeProtocolError(text, ranks=voter.ranks, group=line.ranks, span=span)
 
 
 def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
-    """Whether these would be one component in which each rank votes on every line that it belongs to."""
-    if len(met) + len(opened) < 2:
-        return True
-    parts = [({}, dict.fromkeys(opened)), *((component.votes, component.spans) for component in met)]
-    parts.sort(key=lambda part: len(part[0]))
-    return all(
-        all(spans.keys().isdisjoint(voter.lines) for voter in fewer)
-        and all(votes.keys().isdisjoint(line.members) for line in theirs)
-        for (fewer, theirs), (votes, spans) in itertools.combinations(parts, 2)
+    """Whether each rank would vote on every line that it belongs to, if these became one component."""
+    for component in met if opened else ():
+        for line in opened:
+            if not component.votes.keys().isdisjoint(line.members):
+                return False
+    return len(met) < 2 or all(
+        all(large.spans.keys().isdisjoint(voter.lines) for voter in small.votes)
+        and all(large.votes.keys().isdisjoint(line.members) for line in small.spans)
+        for small, large in itertools.combinations(sorted(met, key=lambda component: len(component.votes)), 2)
     )
 
 
-def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
+def _fingerprints_differ(component: Component) -> Finding:
+    votes = _votes_of([component])
     ranks_with: dict[str, list[int]] = {}
     for vote in votes:
         its = vote.fingerprint
@@ -486,10 +472,10 @@ def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
     sides = "; ".join(
         f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()
     )
-    *_, newest = votes
+    newest = votes[-1]
     met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
     line, span = next((place for place in newest.places if place in met), newest.places[0])
-    reason = f"fingerprints differ at {_show(span)} on {line.name}: {sides}"
+    reason = f"fingerprints differ at {_at(line, span)}: {sides}"
     return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
 
 
@@ -509,7 +495,7 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
     late = votes[-1]
     line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
     reason = (
-        f"{late.voter} is late at {_show(span)} on {line.name}: others are at {line.highest} already, and went past "
+        f"{late.voter} is late at {_at(line, span)}: others are at {line.highest} already, and went past "
         f"without a vote there, or were answered too long ago for it to be known"
     )
     return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
@@ -520,7 +506,7 @@ def _lost(line: Line, span: Span) -> Finding:
     ranks = tuple(rank for voter in lost for rank in voter.ranks)
     causes = "; ".join(f"{voter}, {voter.lost}" for voter in lost[:MAX_RANKS_LAST_SEEN])
     what_to_do = f"Look at the end of the log of {format_ranks(ranks)}, and restart the job"
-    reason = f"a member of {line.name} is gone, at {_show(span)}: {causes}. {what_to_do}"
+    reason = f"a member of {line.name} is gone, at [{span[0]}, {span[1]}): {causes}. {what_to_do}"
     return Finding(Outcome.PEER_LOST, reason, ranks, line.ranks, span)
 
 
@@ -543,10 +529,10 @@ def _overlap(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _show(span: Span) -> str:
-    return f"[{span[0]}, {span[1]})"
+def _at(line: Line, span: Span) -> str:
+    return f"[{span[0]}, {span[1]}) on {line.name}"
 
 
 def _places(vote: Decision) -> str:
     more = f" and on {len(vote.places) - 3} more groups" if len(vote.places) > 3 else ""
-    return ", ".join(f"{_show(span)} on {line.name}" for line, span in vote.places[:3]) + more
+    return ", ".join(f"{_at(line, span)}" for line, span in vote.places[:3]) + more
