@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule (DESIGN section 3): votes in, decisions out. No socket, no clock, no thread. A vote is decided in `cast`.
 
-Votes whose spans overlap on a group's *line* are linked, and linked votes are one *component* with one verdict. The
-spans of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its
-line's `cells`, which says in which component. An open component has one cell a line, and each of its ranks votes on
-every line of it that the rank belongs to. That is checked when a vote arrives, and with equal fingerprints is all that
-"agree" asks for: so a component has one vote a rank, and is FAT once none is missing. On each of its lines, a vote
+Votes whose spans overlap on a group's *line* are linked; linked votes are one *component* with one verdict. The spans
+of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its line's
+`cells`, which says in which component. An open component has one cell a line, and each of its ranks votes on every line
+of it that the rank belongs to: a vote that would end that splits it. So it has one vote a rank, and is FAT once none is
+missing, if the fingerprints agree. On each of its lines, a vote
 
 - joins the component in which its span is a cell; components that it joins become one;
 - or is late: its span is no cell, and starts below the highest end seen. Others differ, were answered, or went past. It
@@ -81,14 +81,8 @@ class Line:
     base: int = 0  # all members have come so far,
     frontier: dict["Voter", int] = field(default_factory=dict)  # and these farther: to the end of their last spans
     highest: int = 0
-    findings: dict[Span, Finding] = field(default_factory=dict)  # on the last spans that were not fat, oldest first
+    findings: dict[Span, Finding] = field(default_factory=dict)  # the first on each of the last spans that were not fat
     stood: bool = False  # whether it was part of a wait cycle that stood for its grace
-
-    def note(self, span: Span, finding: Finding) -> None:
-        """Keeps why a span was not fat; what was found first stays."""
-        self.findings.setdefault(span, finding)
-        if len(self.findings) > MAX_FINDINGS_A_LINE:
-            del self.findings[next(iter(self.findings))]
 
 
 @dataclass(slots=True, eq=False)
@@ -193,8 +187,8 @@ class _CollectiveHandshakeConsensus:
                 was dropped, or has too many votes under way. Nothing has changed then.
         """
         voter = self.voter(request.rank)
-        counts = [(pg, count) for pg, count in request.pg_collective_counts.items() if count.num_collectives_in_graph]
-        places = [(self.line(pg), (count.collective_count_before, count.end)) for pg, count in counts]
+        counts = [(group, its) for group, its in request.pg_collective_counts.items() if its.num_collectives_in_graph]
+        places = [(self.line(group), (its.collective_count_before, its.end)) for group, its in counts]
         return self.cast(voter, places, request.executable_fingerprint, request, now)
 
     def cast(
@@ -212,12 +206,11 @@ class _CollectiveHandshakeConsensus:
             here = line.cells.get(span)
             if here is None:
                 opened.append(line)
-                is_late = is_late or span[0] < line.highest or not line.members.isdisjoint(self._lost)
+                is_late |= span[0] < line.highest or not line.members.isdisjoint(self._lost)
             elif here not in met:
                 met.append(here)
                 shared += len(here.spans.keys() & voter.lines) if len(here.spans) > 1 else 1
-            if len(line.cells) > (here is not None):
-                has_neighbours = True
+            has_neighbours |= len(line.cells) > (here is not None)
         if voter.lost:
             raise HandshakeProtocolError(f"{voter} voted after it was lost: {voter.lost}", ranks=voter.ranks)
         if len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
@@ -244,7 +237,8 @@ class _CollectiveHandshakeConsensus:
             line.frontier[voter] = span[1]
             if line in opened:
                 line.cells[span] = component
-                line.highest = max(line.highest, span[1])
+                if span[1] > line.highest:
+                    line.highest = span[1]
                 component.spans[line] = span
                 component.missing += len(line.ranks)
             if line.stood:
@@ -276,11 +270,8 @@ class _CollectiveHandshakeConsensus:
                         line.stood = True  # a job that runs into it at every step waits for it once
                     settled += self._settle(component, finding)
         for component in [component for component in self._open if component.due <= now]:
-            if component.differs:  # it was only held back for a plan
-                finding = _fingerprints_differ(component)
-            else:
-                waits = self._waits(component, now)
-                finding = waits._replace(reason=f"gave up {waits.reason}")
+            held_back = component.differs
+            finding = _fingerprints_differ(component) if held_back else self._waits(component, now, "gave up waiting")
             settled += self._settle(component, finding)
         return settled
 
@@ -295,7 +286,7 @@ class _CollectiveHandshakeConsensus:
         for line in sorted(voter.lines, key=lambda line: line.ranks):
             while line.cells:
                 span, component = next(iter(line.cells.items()))
-                settled += self._settle(component, _lost(line, span))
+                settled += self._settle(component, _peer_lost(line, span))
         return [decision for decision in settled if decision.voter is not voter]
 
     def rejoin_rank(self, rank: int) -> None:
@@ -314,7 +305,7 @@ class _CollectiveHandshakeConsensus:
         told = []
         for component in self._open:
             if component.notice_at <= now:
-                text = self._waits(component, now).reason
+                text = self._waits(component, now, "waiting").reason
                 told += [(vote, text) for vote in component.votes.values()]
                 first = min(vote.arrived for vote in _votes_of([component]))
                 then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
@@ -327,10 +318,12 @@ class _CollectiveHandshakeConsensus:
     def _merged(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
         """What these components become together; a new one, if there are none."""
         if not met:
-            met = [Component(fingerprint, now + NOTICE_AT_S[0])]
-            self._open[met[0]] = None
-            self._next = min(self._next, now + self._grace_s)
-        own, *others = sorted(met, key=lambda component: -len(component.votes))
+            component = Component(fingerprint, now + NOTICE_AT_S[0])
+            self._open[component] = None
+            if now + self._grace_s < self._next:
+                self._next = now + self._grace_s
+            return component
+        own, *others = sorted(met, key=lambda component: len(component.votes), reverse=True)
         for other in others:
             del self._open[other]
             for line, span in other.spans.items():
@@ -350,7 +343,9 @@ class _CollectiveHandshakeConsensus:
         for line, span in component.spans.items():
             del line.cells[span]
             if finding is not _FAT:
-                line.note(span, finding)
+                line.findings.setdefault(span, finding)
+                if len(line.findings) > MAX_FINDINGS_A_LINE:
+                    del line.findings[next(iter(line.findings))]
             elif span[1] == line.highest:  # all members stand there
                 line.base = span[1]
                 line.frontier.clear()
@@ -360,9 +355,8 @@ class _CollectiveHandshakeConsensus:
         return list(component.votes.values())
 
     def _why_split(self, vote: Decision, met: list[Component]) -> tuple[Finding, Iterable[Component]]:
-        """For a vote that is late or doesn't fit what it meets: the gravest of what others were told on its spans, or
-        else what doesn't fit; and all that gets that, with what its spans overlap. What was found on just its span goes
-        before what was found on others that overlap it."""
+        """Why a vote is late or doesn't fit, and which components are settled with it. The gravest of what others were
+        told: on just its span, or else on spans that overlap it."""
         linked = dict.fromkeys(met)
         told: list[Finding] = []
         for line, span in vote.places:
@@ -371,7 +365,7 @@ class _CollectiveHandshakeConsensus:
                 known = {other: finding for other, finding in line.findings.items() if _overlap(other, span)}
                 told += [known[span]] if span in known else known.values()
                 if not known and not line.members.isdisjoint(self._lost):
-                    told.append(_lost(line, span))
+                    told.append(_peer_lost(line, span))
         gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
         return gravest or _spans_differ([*_votes_of(linked), vote]), linked
 
@@ -380,7 +374,7 @@ class _CollectiveHandshakeConsensus:
         settled: list[Decision] = []
         for line, (start, _) in places:
             for span, component in list(line.cells.items()):
-                if span[1] <= start and voter not in component.votes and component in self._open:
+                if span[1] <= start and voter not in component.votes:
                     reason = (
                         f"{voter} has gone past {_at(line, span)} without a vote there: its next one "
                         f"starts at {start}. It issued these collectives outside a compiled graph, or compiled a graph "
@@ -394,8 +388,8 @@ class _CollectiveHandshakeConsensus:
         """Sets of components that wait for one another, and when each is to be split: when nothing was added to it for
         its grace; at once if the same groups stood so before.
 
-        A component waits for another if it lacks a rank that has a vote there. Components that wait for nobody who
-        waits, or that nobody waits for, are peeled off; what is left are the cycles and what waits between two of them.
+        A component waits for another if it lacks a rank that has a vote there. What waits for nobody who waits, or what
+        nobody waits for, is peeled off; what is left are the cycles and what waits between two of them.
         """
         waits_for: dict[Component, set[Component]] = {component: set() for component in self._open}
         awaited: dict[Component, set[Component]] = {component: set() for component in self._open}
@@ -409,20 +403,19 @@ class _CollectiveHandshakeConsensus:
         while left != (kept := {one for one in left if waits_for[one] & left and awaited[one] & left}):
             left = kept
         cycles = []
-        for first in [component for component in self._open if component in left]:
-            cycle, more = set[Component](), {first} & left
+        while left:
+            cycle, more = set[Component](), {next(component for component in self._open if component in left)}
             while more:
                 cycle |= more
                 left -= more
                 more = left & set().union(*(waits_for[one] | awaited[one] for one in more))
-            if cycle:
-                due = max(vote.arrived for vote in _votes_of(cycle))
-                if not all(line.stood for component in cycle for line in component.spans):
-                    due = min(due + self._grace_s, *(component.due for component in cycle))
-                cycles.append(([component for component in self._open if component in cycle], due))
+            due = max(vote.arrived for vote in _votes_of(cycle))
+            if not all(line.stood for component in cycle for line in component.spans):
+                due = min(due + self._grace_s, *(component.due for component in cycle))
+            cycles.append(([component for component in self._open if component in cycle], due))
         return cycles
 
-    def _waits(self, component: Component, now: float) -> Finding:
+    def _waits(self, component: Component, now: float, waits: str) -> Finding:
         """What is said of a component while it waits."""
         missing = component.lacks()
         line = next(iter(missing.values()))
@@ -430,7 +423,7 @@ class _CollectiveHandshakeConsensus:
         seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
         more = f"; and {len(missing) - MAX_RANKS_LAST_SEEN} more" if len(missing) > MAX_RANKS_LAST_SEEN else ""
         where = _at(line, component.spans[line])
-        reason = f"waiting for {format_ranks(missing)} at {where} ({voted} voted): {seen}{more}"
+        reason = f"{waits} for {format_ranks(missing)} at {where} ({voted} voted): {seen}{more}"
         return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, component.spans[line])
 
 
@@ -452,10 +445,8 @@ def _out_of_order(voter: Voter, line: Line, span: Span) -> HandshakeProtocolErro
 
 def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
     """Whether each rank would vote on every line that it belongs to, if these became one component."""
-    for component in met if opened else ():
-        for line in opened:
-            if not component.votes.keys().isdisjoint(line.members):
-                return False
+    if opened and met and not all(one.votes.keys().isdisjoint(line.members) for one in met for line in opened):
+        return False
     return len(met) < 2 or all(
         all(large.spans.keys().isdisjoint(voter.lines) for voter in small.votes)
         and all(large.votes.keys().isdisjoint(line.members) for line in small.spans)
@@ -501,12 +492,14 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
     return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
 
 
-def _lost(line: Line, span: Span) -> Finding:
+def _peer_lost(line: Line, span: Span) -> Finding:
     lost = sorted((voter for voter in line.members if voter.lost), key=lambda voter: voter.ranks)
     ranks = tuple(rank for voter in lost for rank in voter.ranks)
     causes = "; ".join(f"{voter}, {voter.lost}" for voter in lost[:MAX_RANKS_LAST_SEEN])
-    what_to_do = f"Look at the end of the log of {format_ranks(ranks)}, and restart the job"
-    reason = f"a member of {line.name} is gone, at [{span[0]}, {span[1]}): {causes}. {what_to_do}"
+    reason = (
+        f"a member of {line.name} is gone, at [{span[0]}, {span[1]}): {causes}. Look at the end of the log of "
+        f"{format_ranks(ranks)}, and restart the job"
+    )
     return Finding(Outcome.PEER_LOST, reason, ranks, line.ranks, span)
 
 
