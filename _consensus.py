@@ -46,6 +46,7 @@ MAX_VOTES_UNDER_WAY = 1024
 MAX_RANKS_LAST_SEEN = 8
 
 Span = tuple[int, int]
+Places = Sequence[tuple["Line", Span]]  # what a vote takes
 
 
 class Outcome(enum.Enum):
@@ -101,9 +102,6 @@ class Voter:
         return format_ranks(self.ranks) + (f" ({self.label})" if self.label else "")
 
 
-Places = Sequence[tuple[Line, Span]]  # what a vote takes
-
-
 @dataclass(slots=True, eq=False)
 class Decision:
     """A vote, and once it is settled its answer."""
@@ -141,10 +139,8 @@ class Component:
 
 
 class _CollectiveHandshakeConsensus:
-    """Decides, for every vote, whether the ranks involved run their graphs fat or split.
-
-    What returns decisions settles these votes. Time is an argument: seconds of a clock that does not go backwards.
-    """
+    """Decides, for every vote, whether the ranks involved run their graphs fat or split. What returns decisions settles
+    these votes. Time is an argument: seconds of a clock that does not go backwards."""
 
     def __init__(self, num_ranks: int, timeout_s: float | None = None) -> None:
         """`timeout_s` is how long a vote may wait, in seconds; None: for ever. Raises HandshakeConfigError."""
@@ -179,13 +175,10 @@ class _CollectiveHandshakeConsensus:
         return self._lines[key]
 
     def put_request(self, request: _vocabulary.CollectiveHandshakeRequest, now: float) -> list[Decision]:
-        """Takes a rank's vote. Groups that are idle in it (count 0) say nothing.
-
-        Raises:
-            HandshakeConfigError: the rank, or a member of a group, is outside the world.
-            HandshakeProtocolError: the vote starts before the end of the rank's last span on that group, or the rank
-                was dropped, or has too many votes under way. Nothing has changed then.
-        """
+        """Takes a rank's vote; groups that are idle in it (count 0) say nothing. Raises HandshakeConfigError where the
+        rank, or a member of a group, is outside the world; HandshakeProtocolError where the vote starts before the end
+        of the rank's last span on that group, or the rank was dropped, or has too many votes under way. Nothing has
+        changed then."""
         voter = self.voter(request.rank)
         counts = [(group, its) for group, its in request.pg_collective_counts.items() if its.num_collectives_in_graph]
         places = [(self.line(group), (its.collective_count_before, its.end)) for group, its in counts]
@@ -262,17 +255,15 @@ class _CollectiveHandshakeConsensus:
         """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for its grace, TIMEOUT for a whole
         component when one of its votes has waited its timeout. Call `notices` after it."""
         settled: list[Decision] = []
-        for cycle, due in self._wait_cycles():
-            if due <= now:
-                finding = _waits_in_cycle(cycle)
-                for component in cycle:
-                    for line in component.spans:
-                        line.stood = True  # a job that runs into it at every step waits for it once
-                    settled += self._settle(component, finding)
+        for cycle in [cycle for cycle, due in self._wait_cycles() if due <= now]:
+            finding = _waits_in_cycle(cycle)
+            for component in cycle:
+                for line in component.spans:
+                    line.stood = True  # a job that runs into it at every step waits for it once
+                settled += self._settle(component, finding)
         for component in [component for component in self._open if component.due <= now]:
-            held_back = component.differs
-            finding = _fingerprints_differ(component) if held_back else self._waits(component, now, "gave up waiting")
-            settled += self._settle(component, finding)
+            gave_up = self._waits(component, now, "gave up waiting")
+            settled += self._settle(component, _fingerprints_differ(component) if component.differs else gave_up)
         return settled
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
@@ -284,8 +275,7 @@ class _CollectiveHandshakeConsensus:
         self._lost.add(voter)
         settled: list[Decision] = []
         for line in sorted(voter.lines, key=lambda line: line.ranks):
-            while line.cells:
-                span, component = next(iter(line.cells.items()))
+            for span, component in list(line.cells.items()):
                 settled += self._settle(component, _peer_lost(line, span))
         return [decision for decision in settled if decision.voter is not voter]
 
@@ -310,9 +300,8 @@ class _CollectiveHandshakeConsensus:
                 first = min(vote.arrived for vote in _votes_of([component]))
                 then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
                 component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
-        times = [min(component.due, component.notice_at) for component in self._open]
-        times += [due for _, due in self._wait_cycles()]
-        self._next = min([*times, now + self._grace_s])  # a cycle may close from now on
+        dues = [due for _, due in self._wait_cycles()]  # or one may close from now on
+        self._next = min([now + self._grace_s, *dues, *(min(its.due, its.notice_at) for its in self._open)])
         return told
 
     def _merged(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
@@ -320,8 +309,7 @@ class _CollectiveHandshakeConsensus:
         if not met:
             component = Component(fingerprint, now + NOTICE_AT_S[0])
             self._open[component] = None
-            if now + self._grace_s < self._next:
-                self._next = now + self._grace_s
+            self._next = min(self._next, now + self._grace_s)
             return component
         own, *others = sorted(met, key=lambda component: len(component.votes), reverse=True)
         for other in others:
@@ -380,16 +368,13 @@ class _CollectiveHandshakeConsensus:
                         f"starts at {start}. It issued these collectives outside a compiled graph, or compiled a graph "
                         f"that the others lack"
                     )
-                    finding = Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span)
-                    settled += self._settle(component, finding)
+                    settled += self._settle(component, Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span))
         return settled
 
     def _wait_cycles(self) -> list[tuple[list[Component], float]]:
         """Sets of components that wait for one another, and when each is to be split: when nothing was added to it for
-        its grace; at once if the same groups stood so before.
-
-        A component waits for another if it lacks a rank that has a vote there. What waits for nobody who waits, or what
-        nobody waits for, is peeled off; what is left are the cycles and what waits between two of them.
+        its grace; at once if the same groups stood so before. One waits for another if it lacks a rank that has a vote
+        there. What waits for nobody who waits, or is not waited for, is peeled off; what waits between cycles is not.
         """
         waits_for: dict[Component, set[Component]] = {component: set() for component in self._open}
         awaited: dict[Component, set[Component]] = {component: set() for component in self._open}
@@ -405,10 +390,10 @@ class _CollectiveHandshakeConsensus:
         cycles = []
         while left:
             cycle, more = set[Component](), {next(component for component in self._open if component in left)}
-            while more:
-                cycle |= more
-                left -= more
-                more = left & set().union(*(waits_for[one] | awaited[one] for one in more))
+            while more != cycle:
+                cycle = more
+                more = left & cycle.union(*(waits_for[one] | awaited[one] for one in cycle))
+            left -= cycle
             due = max(vote.arrived for vote in _votes_of(cycle))
             if not all(line.stood for component in cycle for line in component.spans):
                 due = min(due + self._grace_s, *(component.due for component in cycle))
@@ -421,9 +406,8 @@ class _CollectiveHandshakeConsensus:
         line = next(iter(missing.values()))
         voted = format_ranks(rank for voter in component.votes for rank in voter.ranks)
         seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
-        more = f"; and {len(missing) - MAX_RANKS_LAST_SEEN} more" if len(missing) > MAX_RANKS_LAST_SEEN else ""
         where = _at(line, component.spans[line])
-        reason = f"{waits} for {format_ranks(missing)} at {where} ({voted} voted): {seen}{more}"
+        reason = f"{waits} for {format_ranks(missing)} at {where} ({voted} voted): {seen}"
         return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, component.spans[line])
 
 
@@ -458,15 +442,13 @@ def _fingerprints_differ(component: Component) -> Finding:
     votes = _votes_of([component])
     ranks_with: dict[str, list[int]] = {}
     for vote in votes:
-        its = vote.fingerprint
-        ranks_with.setdefault(its.hex() if isinstance(its, bytes) else its, []).extend(vote.voter.ranks)
-    sides = "; ".join(
-        f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()
-    )
+        its = vote.fingerprint.hex() if isinstance(vote.fingerprint, bytes) else vote.fingerprint
+        ranks_with.setdefault(its, []).extend(vote.voter.ranks)
+    sides = [f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()]
     newest = votes[-1]
     met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
     line, span = next((place for place in newest.places if place in met), newest.places[0])
-    reason = f"fingerprints differ at {_at(line, span)}: {sides}"
+    reason = f"fingerprints differ at {_at(line, span)}: {'; '.join(sides)}"
     return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
 
 
@@ -475,9 +457,8 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
     on = {line: (vote, span) for vote in votes for line, span in vote.places}
     for vote in (votes[-1], *votes[:-1]):
         mine = dict(vote.places)
-        for line in sorted(vote.voter.lines & on.keys(), key=lambda line: line.ranks):
-            other, span = on[line]
-            if mine.get(line) != span:
+        for line, (other, span) in on.items():
+            if line in vote.voter.lines and mine.get(line) != span:
                 reason = (
                     f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
                     f"they hold different numbers of collectives, or started at different positions"
