@@ -4,18 +4,17 @@
 Votes whose spans overlap on a group's *line* are linked; linked votes are one *component* with one verdict. The spans
 of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its line's
 `cells`, which says in which component. An open component has one cell a line, and each of its ranks votes on every line
-of it that the rank belongs to: a vote that would end that splits it. So it has one vote a rank, and is FAT once none is
-missing, if the fingerprints agree. On each of its lines, a vote
+of it that the rank belongs to; a vote that does not fit that splits it. So it has one vote a rank, and is FAT once none
+is missing, if all fingerprints are equal. On each of its lines, a vote
 
 - joins the component in which its span is a cell; components that it joins become one;
-- or is late: its span is no cell, and starts below the highest end seen. Others differ, were answered, or went past. It
-  is split, with all that it overlaps. A line keeps its last findings, so that a latecomer is told what the others were
-  told; where nothing is known any more it is split, so to forget is safe;
+- or is late: its span is no cell, and starts below the highest end seen. It is split, with all that it overlaps. A line
+  keeps its last findings, so that a latecomer is told what others were told; to forget is safe, for it is split then;
 - or opens a cell. Cells that end before it and lack its rank have been passed: they are split.
 
-A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. What a vote costs depends on
-voters and spans, not on ranks. A matched round leaves nothing behind. Where all votes of a component are *partial*, its
-ranks look for a plan after a split: it is held back until all have voted, so that all start together, or time is up.
+A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. A matched round leaves nothing
+behind. Where all votes of a component are *partial*, its ranks look for a plan after a split: it is held back until all
+have voted, so that all start together, or time is up.
 """
 
 import enum
@@ -32,18 +31,14 @@ else:
     import _vocabulary
     from _vocabulary import HandshakeConfigError, HandshakeProtocolError, format_ranks
 
-# A waiting rank is told whom it waits for after so many seconds, then every NOTICE_INTERVAL_S.
-NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
-NOTICE_INTERVAL_S = 60.0
+NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)  # when a waiting rank is told whom it waits for,
+NOTICE_INTERVAL_S = 60.0  # and how often after that
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
 # timeout, if that is less: its ranks get SPLIT, and not TIMEOUT. While a vote waits, the clock is looked at this often.
 CYCLE_GRACE_S = 5.0
-# Spans of one line that were not fat, kept for latecomers: about as many as ranks are apart.
-MAX_FINDINGS_A_LINE = 64
-# Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a runaway loop.
-MAX_VOTES_UNDER_WAY = 1024
-# Missing ranks are all named, as ranges; so many of them with where they were last seen.
-MAX_RANKS_LAST_SEEN = 8
+MAX_FINDINGS_A_LINE = 64  # on past spans, for latecomers: about as many as ranks are apart
+MAX_VOTES_UNDER_WAY = 1024  # of one rank: one a thread, some more where it does not wait; more is a runaway loop
+MAX_RANKS_LAST_SEEN = 8  # missing ranks are all named, as ranges; so many of them with where they were last seen
 
 Span = tuple[int, int]
 Places = Sequence[tuple["Line", Span]]  # what a vote takes
@@ -175,10 +170,9 @@ class _CollectiveHandshakeConsensus:
         return self._lines[key]
 
     def put_request(self, request: _vocabulary.CollectiveHandshakeRequest, now: float) -> list[Decision]:
-        """Takes a rank's vote; groups that are idle in it (count 0) say nothing. Raises HandshakeConfigError where the
-        rank, or a member of a group, is outside the world; HandshakeProtocolError where the vote starts before the end
-        of the rank's last span on that group, or the rank was dropped, or has too many votes under way. Nothing has
-        changed then."""
+        """Takes a rank's vote; groups that are idle in it (count 0) say nothing. HandshakeConfigError: the rank, or a
+        member of a group, is outside the world. HandshakeProtocolError: the vote starts before the rank's last span on
+        that group ended, or the rank was dropped, or has too many votes under way. Nothing has changed then."""
         voter = self.voter(request.rank)
         counts = [(group, its) for group, its in request.pg_collective_counts.items() if its.num_collectives_in_graph]
         places = [(self.line(group), (its.collective_count_before, its.end)) for group, its in counts]
@@ -297,7 +291,7 @@ class _CollectiveHandshakeConsensus:
             if component.notice_at <= now:
                 text = self._waits(component, now, "waiting").reason
                 told += [(vote, text) for vote in component.votes.values()]
-                first = min(vote.arrived for vote in _votes_of([component]))
+                first = min(vote.arrived for vote in component.votes.values())
                 then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
                 component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
         dues = [due for _, due in self._wait_cycles()]  # or one may close from now on
@@ -355,7 +349,8 @@ class _CollectiveHandshakeConsensus:
                 if not known and not line.members.isdisjoint(self._lost):
                     told.append(_peer_lost(line, span))
         gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
-        return gravest or _spans_differ([*_votes_of(linked), vote]), linked
+        others = [other for component in linked for other in component.votes.values()]
+        return gravest or _spans_differ([*others, vote]), linked
 
     def _settle_cells_passed(self, voter: Voter, places: Places) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
@@ -374,8 +369,7 @@ class _CollectiveHandshakeConsensus:
     def _wait_cycles(self) -> list[tuple[list[Component], float]]:
         """Sets of components that wait for one another, and when each is to be split: when nothing was added to it for
         its grace; at once if the same groups stood so before. One waits for another if it lacks a rank that has a vote
-        there. What waits for nobody who waits, or is not waited for, is peeled off; what waits between cycles is not.
-        """
+        there. What does not wait, or is not waited for, is peeled off; what waits between two cycles goes with them."""
         waits_for: dict[Component, set[Component]] = {component: set() for component in self._open}
         awaited: dict[Component, set[Component]] = {component: set() for component in self._open}
         for own in self._open if len(self._open) > 1 else ():
@@ -394,7 +388,7 @@ class _CollectiveHandshakeConsensus:
                 cycle = more
                 more = left & cycle.union(*(waits_for[one] | awaited[one] for one in cycle))
             left -= cycle
-            due = max(vote.arrived for vote in _votes_of(cycle))
+            due = max(vote.arrived for component in cycle for vote in component.votes.values())
             if not all(line.stood for component in cycle for line in component.spans):
                 due = min(due + self._grace_s, *(component.due for component in cycle))
             cycles.append(([component for component in self._open if component in cycle], due))
@@ -406,9 +400,9 @@ class _CollectiveHandshakeConsensus:
         line = next(iter(missing.values()))
         voted = format_ranks(rank for voter in component.votes for rank in voter.ranks)
         seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
-        where = _at(line, component.spans[line])
-        reason = f"{waits} for {format_ranks(missing)} at {where} ({voted} voted): {seen}"
-        return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, component.spans[line])
+        span = component.spans[line]
+        reason = f"{waits} for {format_ranks(missing)} at {_at(line, span)} ({voted} voted): {seen}"
+        return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, span)
 
 
 def _last_seen(voter: Voter, now: float) -> str:
@@ -439,15 +433,14 @@ def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
 
 
 def _fingerprints_differ(component: Component) -> Finding:
-    votes = _votes_of([component])
+    votes = list(component.votes.values())
     ranks_with: dict[str, list[int]] = {}
     for vote in votes:
         its = vote.fingerprint.hex() if isinstance(vote.fingerprint, bytes) else vote.fingerprint
         ranks_with.setdefault(its, []).extend(vote.voter.ranks)
     sides = [f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()]
-    newest = votes[-1]
-    met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
-    line, span = next((place for place in newest.places if place in met), newest.places[0])
+    met = {place for vote in votes if vote.fingerprint != votes[-1].fingerprint for place in vote.places}
+    line, span = next((place for place in votes[-1].places if place in met), votes[-1].places[0])
     reason = f"fingerprints differ at {_at(line, span)}: {'; '.join(sides)}"
     return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
 
@@ -456,9 +449,8 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
     """For votes that can't be one component: a rank that belongs to a line, and has no vote there or another span."""
     on = {line: (vote, span) for vote in votes for line, span in vote.places}
     for vote in (votes[-1], *votes[:-1]):
-        mine = dict(vote.places)
         for line, (other, span) in on.items():
-            if line in vote.voter.lines and mine.get(line) != span:
+            if line in vote.voter.lines and dict(vote.places).get(line) != span:
                 reason = (
                     f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
                     f"they hold different numbers of collectives, or started at different positions"
@@ -486,17 +478,14 @@ def _peer_lost(line: Line, span: Span) -> Finding:
 
 def _waits_in_cycle(cycle: list[Component]) -> Finding:
     lacked = {rank for component in cycle for rank in component.lacks()}
-    blocked = {vote.rank: vote for vote in _votes_of(cycle) if not lacked.isdisjoint(vote.voter.ranks)}
+    votes = [vote for component in cycle for vote in component.votes.values()]
+    blocked = {vote.rank: vote for vote in votes if not lacked.isdisjoint(vote.voter.ranks)}
     first = [blocked[rank] for rank in sorted(blocked)[:MAX_RANKS_LAST_SEEN]]
     waits = ", ".join(f"{vote.voter} waits at {_places(vote)}" for vote in first)
     order = "They issue collectives on these groups in different orders"
     reason = f"{format_ranks(blocked)} wait for one another in a cycle: {waits}. {order}"
     line, span = first[0].places[0]
     return Finding(Outcome.SPLIT, reason, tuple(sorted(blocked)), line.ranks, span)
-
-
-def _votes_of(components: Iterable[Component]) -> list[Decision]:
-    return [vote for component in components for vote in component.votes.values()]
 
 
 def _overlap(one: Span, other: Span) -> bool:
