@@ -12,9 +12,8 @@ is missing, if all fingerprints are equal. On each of its lines, a vote
   keeps its last findings, so that a latecomer is told what others were told; to forget is safe, for it is split then;
 - or opens a cell. Cells that end before it and lack its rank have been passed: they are split.
 
-A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. A matched round leaves nothing
-behind. Where all votes of a component are *partial*, its ranks look for a plan after a split: it is held back until all
-have voted, so that all start together, or time is up.
+A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. Where all votes of a component
+are *partial*, its ranks look for a plan after a split: it waits until all have voted, so that all start together.
 """
 
 import enum
@@ -181,12 +180,11 @@ class _CollectiveHandshakeConsensus:
     def cast(
         self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float, partial: bool = False
     ) -> list[Decision]:
-        """`put_request` for spans that are unpacked already, one a line. `partial`: this voter looks for a plan after a
-        split, if all others of its component do too."""
+        """`put_request` for unpacked spans, one a line. `partial`: it looks for a plan if all of its component do."""
         met: list[Component] = []
         opened: list[Line] = []
         shared = 0  # lines of those it meets to which this voter belongs
-        is_late = has_neighbours = False
+        is_late = has_neighbours = plan = False
         for line, span in places:
             if span[0] < line.frontier.get(voter, line.base):
                 raise _out_of_order(voter, line, span)
@@ -211,8 +209,7 @@ class _CollectiveHandshakeConsensus:
         finding = None
         if is_late or shared + len(opened) > len(places) or not _can_be_one(met, opened):
             finding, linked = self._why_split(vote, met)
-            for component in linked:
-                settled += self._settle(component, finding)
+            settled = [other for component in linked for other in self._settle(component, finding)]
             met, opened = [], [line for line, _ in places]  # it is settled by itself
         component = met[0] if len(met) == 1 else self._merged(met, fingerprint, now)
         component.votes[voter] = vote
@@ -231,7 +228,6 @@ class _CollectiveHandshakeConsensus:
             if line.stood:
                 self._next = now
 
-        plan = False
         if component.differs and not (component.missing and component.partial):
             finding = _fingerprints_differ(component)
             # A rank that waits in an older vote can't come to look for a plan before that is answered.
@@ -242,7 +238,8 @@ class _CollectiveHandshakeConsensus:
             return settled + self._settle(component, finding, plan)
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
-            self._next = min(self._next, component.due)
+            if component.due < self._next:
+                self._next = component.due
         return settled
 
     def expire(self, now: float) -> list[Decision]:
@@ -275,9 +272,8 @@ class _CollectiveHandshakeConsensus:
 
     def rejoin_rank(self, rank: int) -> None:
         """A rank that was dropped is back. It goes on where its lines stood."""
-        voter = self.voter(rank)
-        voter.lost = ""
-        self._lost.discard(voter)
+        self.voter(rank).lost = ""
+        self._lost.discard(self.voter(rank))
 
     def next_deadline(self) -> float | None:
         """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
@@ -303,7 +299,8 @@ class _CollectiveHandshakeConsensus:
         if not met:
             component = Component(fingerprint, now + NOTICE_AT_S[0])
             self._open[component] = None
-            self._next = min(self._next, now + self._grace_s)
+            if now + self._grace_s < self._next:
+                self._next = now + self._grace_s
             return component
         own, *others = sorted(met, key=lambda component: len(component.votes), reverse=True)
         for other in others:
@@ -320,7 +317,7 @@ class _CollectiveHandshakeConsensus:
         return own
 
     def _settle(self, component: Component, finding: Finding, plan: bool = False) -> list[Decision]:
-        """Answers all votes of a component, and forgets it. What was settled before raises KeyError."""
+        """Answers all votes of a component, and forgets it. Raises KeyError for what was settled before."""
         del self._open[component]
         for line, span in component.spans.items():
             del line.cells[span]
@@ -328,7 +325,9 @@ class _CollectiveHandshakeConsensus:
                 line.findings.setdefault(span, finding)
                 if len(line.findings) > MAX_FINDINGS_A_LINE:
                     del line.findings[next(iter(line.findings))]
-            elif span[1] == line.highest:  # all members stand there
+            elif not line.members <= component.votes.keys():
+                raise AssertionError(f"FAT at {_at(line, span)}, and not all of its members have voted")
+            elif span[1] == line.highest:  # all members stand there, and nothing is left behind
                 line.base = span[1]
                 line.frontier.clear()
         for voter, vote in component.votes.items():

@@ -84,10 +84,7 @@ def went_past(votes: Sequence[Vote], rank: int, group: Group, span: Span) -> boo
 def needs(votes: Sequence[Vote], component: Sequence[int]) -> set[tuple[int, Group, Span]]:
     """Each `(rank, group, span)` that the component is made of or lacks."""
     return {
-        (member, group, span)
-        for place in component
-        for group, span in votes[place].spans.items()
-        for member in group
+        (member, group, span) for place in component for group, span in votes[place].spans.items() for member in group
     }
 
 
@@ -254,9 +251,7 @@ class Oracle:
         stuck = {
             one for one in numbers if reaches[one] & on_cycle and any(one in reaches[cyclic] for cyclic in on_cycle)
         }
-        touch = {
-            one: {other for other in stuck if other in waits_for[one] or one in waits_for[other]} for one in stuck
-        }
+        touch = {one: {other for other in stuck if other in waits_for[one] or one in waits_for[other]} for one in stuck}
         together = {frozenset(reached_from(one, touch)) for one in stuck}
         return [[place for number in sorted(one) for place in waiting[number]] for one in together]
 

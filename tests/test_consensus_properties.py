@@ -740,9 +740,7 @@ WAYS_OUT = {
         "different numbers of collectives",
     ),
     "a wait cycle": (
-        lambda machine: (
-            machine.cast(2, "A", {(1, 2): (0, 1)}, 2.0) | machine.told(machine.machine.expire(2.0 + 5.0))
-        ),
+        lambda machine: machine.cast(2, "A", {(1, 2): (0, 1)}, 2.0) | machine.told(machine.machine.expire(2.0 + 5.0)),
         {0: SPLIT, 1: SPLIT, 2: SPLIT},
         "wait for one another",
     ),
