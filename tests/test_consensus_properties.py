@@ -822,7 +822,7 @@ def costs_of_votes(groups: dict[int, list[Group]], order: Sequence[int], fingerp
 def test_a_vote_costs_the_same_whatever_the_size_of_its_group(fingerprints: str) -> None:
     def costs(ranks: int) -> list[int]:
         world = [tuple(range(ranks))]
-        return costs_of_votes({rank: world for rank in range(ranks)}, range(ranks), fingerprints)
+        return costs_of_votes(dict.fromkeys(range(ranks), world), range(ranks), fingerprints)
 
     few, many = costs(8), costs(2048)
     assert max(few[2:-1]) == max(many[2:-1])
