@@ -19,7 +19,7 @@ are *partial*, its ranks look for a plan after a split: it waits until all have 
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -365,7 +365,7 @@ class _CollectiveHandshakeConsensus:
                     settled += self._settle(component, Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span))
         return settled
 
-    def _wait_cycles(self) -> list[tuple[list[Component], float]]:
+    def _wait_cycles(self) -> Iterator[tuple[list[Component], float]]:
         """Sets of components that wait for one another, and when each is to be split: when nothing was added to it for
         its grace; at once if the same groups stood so before. One waits for another if it lacks a rank that has a vote
         there. What does not wait, or is not waited for, is peeled off; what waits between two cycles goes with them."""
@@ -380,7 +380,6 @@ class _CollectiveHandshakeConsensus:
         left = set(self._open)
         while left != (kept := {one for one in left if waits_for[one] & left and awaited[one] & left}):
             left = kept
-        cycles = []
         while left:
             cycle, more = set[Component](), {next(component for component in self._open if component in left)}
             while more != cycle:
@@ -390,8 +389,7 @@ class _CollectiveHandshakeConsensus:
             due = max(vote.arrived for component in cycle for vote in component.votes.values())
             if not all(line.stood for component in cycle for line in component.spans):
                 due = min(due + self._grace_s, *(component.due for component in cycle))
-            cycles.append(([component for component in self._open if component in cycle], due))
-        return cycles
+            yield [component for component in self._open if component in cycle], due
 
     def _waits(self, component: Component, now: float, waits: str) -> Finding:
         """What is said of a component while it waits."""
@@ -454,7 +452,8 @@ def _spans_differ(votes: Sequence[Decision]) -> Finding:
                     f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
                     f"they hold different numbers of collectives, or started at different positions"
                 )
-                return Finding(Outcome.SPLIT, reason, vote.voter.ranks + other.voter.ranks, line.ranks, span)
+                ranks = tuple(sorted({*vote.voter.ranks, *other.voter.ranks}))
+                return Finding(Outcome.SPLIT, reason, ranks, line.ranks, span)
     late = votes[-1]
     line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
     reason = (
@@ -497,4 +496,4 @@ def _at(line: Line, span: Span) -> str:
 
 def _places(vote: Decision) -> str:
     more = f" and on {len(vote.places) - 3} more groups" if len(vote.places) > 3 else ""
-    return ", ".join(f"{_at(line, span)}" for line, span in vote.places[:3]) + more
+    return ", ".join(_at(line, span) for line, span in vote.places[:3]) + more
