@@ -437,10 +437,10 @@ class Client:
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
         self.coordinator = welcome.facts
         self._decoder = decoder
-        for message in messages:
-            self._handle(message)
         with self.lock:
-            self._raise_failure()
+            self._raise_failure()  # it was closed meanwhile
+            for message in messages:
+                self._handle(message)
             self._sock = sock
 
     def send(self, data: bytes) -> None:
