@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What a handshake costs, beside a bare star of the same messages, measured in the same run.
 
