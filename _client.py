@@ -77,31 +77,28 @@ class Line:
 
 
 _NO_FACTS: dict[str, Any] = {}
-_NO_MAIL = _protocol.Extra(0, 0, 0, b"")
 
 
 class PendingVote:
-    """A vote that was sent. `outcome` is 0 until the verdict is there; `mail` is what extras sent about it."""
+    """A vote that was sent.
 
-    __slots__ = ("facts", "flags", "is_abandoned", "is_ready", "mail", "number", "outcome", "sent_at")
+    Attributes:
+        outcome: 0 until the verdict is there; then `flags` is, too.
+        facts: what the coordinator says of a verdict that is not FAT.
+        is_abandoned: nobody will ask for its answer.
+        graph_is_asked_for: this rank is to send its graph for a report.
+        mail: what the plan's part in the coordinator sent about it.
+    """
+
+    __slots__ = ("facts", "flags", "graph_is_asked_for", "is_abandoned", "mail", "number", "outcome", "sent_at")
 
     def __init__(self, number: int, sent_at: float) -> None:
         self.number = number
         self.sent_at = sent_at
-        self.is_ready = False  # whether what is waited for is there: the verdict, and later mail
-        self.is_abandoned = False  # nobody will ask for its answer
-        self.outcome = 0
-        self.facts: dict[str, Any] = _NO_FACTS
-        self.mail: list[_protocol.Extra] | None = None
-
-    def answer(self, outcome: int, flags: int = 0) -> None:
-        """The verdict is there."""
-        self.outcome, self.flags, self.is_ready = outcome, flags, True
-
-    def deliver(self, message: _protocol.Extra) -> None:
-        """There is mail, perhaps ahead of the verdict."""
-        self.mail = [*(self.mail or ()), message]
-        self.is_ready = self.outcome > 0
+        self.outcome = self.flags = 0
+        self.facts = _NO_FACTS
+        self.is_abandoned = self.graph_is_asked_for = False
+        self.mail: deque[_protocol.Extra] | None = None
 
 
 class Channel:
@@ -125,10 +122,8 @@ class Channel:
 
     def receive(self) -> tuple[int, bytes]:
         """Waits for the next frame: its step and payload. Raises HandshakeError as `Client.wait`."""
-        pending = self._pending
-        pending.is_ready = bool(pending.mail)
-        self._client.wait(pending, time.monotonic() + self._wait_s)
-        message, *pending.mail = pending.mail or [_NO_MAIL]
+        self._client.wait(self._pending, time.monotonic() + self._wait_s, for_mail=True)
+        message = (self._pending.mail or deque()).popleft()
         return message.step, message.payload
 
     def close(self) -> None:
@@ -195,6 +190,8 @@ class Client:
         meets = [(group, number) for group, number in collectives.items() if number and len(group) > 1]
         if len(meets) > _protocol.MAX_SPANS:
             raise _too_many_groups(len(meets))
+        for _, number in meets:
+            _vocabulary.ProcessGroupCollectiveCount(0, number)  # says what is wrong with it
         with self.lock:
             return [(self.line(group), number) for group, number in meets]
 
@@ -261,8 +258,7 @@ class Client:
                 takes, late = self._wait_for_turn(takes, eager)
                 if late and not takes:
                     answered = PendingVote(0, time.monotonic())
-                    answered.facts = {"reason": late}
-                    answered.answer(_protocol.SPLIT)
+                    answered.facts, answered.outcome = {"reason": late}, _protocol.SPLIT
                     return answered
                 if late:
                     # What it meets on its other groups must be split too: this is nobody's fingerprint.
@@ -321,19 +317,21 @@ class Client:
 
     # ------------------------------------------------------------------ waiting
 
-    def wait(self, pending: PendingVote, deadline: float) -> None:
-        """Blocks until the verdict, or the next mail, is there.
+    def wait(self, pending: PendingVote, deadline: float, for_mail: bool = False) -> None:
+        """Blocks until the verdict, or mail, is there.
 
         Raises:
             HandshakePeerLostError: the coordinator is gone.
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
             HandshakeTimeoutError: the coordinator has said nothing until the deadline, a time of `time.monotonic`.
         """
-        while not pending.is_ready:
+        while not (pending.mail if for_mail else pending.outcome):
             if self._reading.acquire(False):
                 try:
-                    while not pending.is_ready and self._failure is None and self._quiet_at < deadline:
+                    while self._failure is None and self._quiet_at < deadline:
                         self._read()
+                        if pending.mail if for_mail else pending.outcome:
+                            return
                 finally:
                     self._reading.release()
                     if self._others_wait:
@@ -342,14 +340,15 @@ class Client:
                 with self._turn:
                     self._others_wait += 1
                     try:
-                        if not pending.is_ready and not self._nobody_reads():
+                        if not (pending.mail if for_mail else pending.outcome) and not self._nobody_reads():
                             self._turn.wait(LOOK_UP_S)
                     finally:
                         self._others_wait -= 1
-            if not pending.is_ready:
+            # Not by the clock alone: what came while this process was stopped has yet to be read.
+            is_over = self._quiet_at >= deadline
+            if not (pending.mail if for_mail else pending.outcome):
                 self._raise_failure()
-                # Not by the clock alone: what came while this process was stopped has yet to be read.
-                if self._quiet_at >= deadline:
+                if is_over:
                     raise self._no_answer()
 
     def _nobody_reads(self) -> bool:
@@ -367,25 +366,25 @@ class Client:
         with self._turn:
             self._turn.notify_all()
 
-    def _read(self) -> None:
-        """Reads once, for LOOK_UP_S at most, and hands out what came."""
+    def _read(self) -> bool:
+        """Reads once, for LOOK_UP_S at most, and hands out what came. Returns whether there may be more."""
         began = time.monotonic()
+        data = b""
         try:
             data = self._sock.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            self._quiet_at = began
-            return
-        except OSError as error:
-            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
-            return
-        if not data:
-            self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
-            return
-        try:
+            if not data:
+                self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
             for message in self._decoder.feed(data):
                 self._handle(message)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
         except HandshakeProtocolError as error:
             self._fail(HandshakeProtocolError, str(error))
+        if len(data) < READ_BYTES:
+            self._quiet_at = began  # all that had come by then is handed out
+        return bool(data)
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
@@ -397,7 +396,8 @@ class Client:
                 self.channels[number] = pending
                 if pending.is_abandoned:
                     self._call_off(pending)
-            pending.answer(outcome, flags)
+            pending.flags = flags
+            pending.outcome = outcome
             if self._others_wait:
                 self._wake_others()
         elif isinstance(message, _protocol.Detail):
@@ -405,8 +405,12 @@ class Client:
                 self._votes[message.vote].facts = message.facts
         elif isinstance(message, _protocol.Extra):
             pending = self._votes.get(message.vote) or self.channels.get(message.vote)
-            if pending is not None:
-                pending.deliver(message)
+            if pending is not None and message.extra == _protocol.REPORTS:
+                pending.graph_is_asked_for = True
+            elif pending is not None:
+                if pending.mail is None:
+                    pending.mail = deque()
+                pending.mail.append(message)
                 self._wake_others()
         elif isinstance(message, _protocol.Notice):
             logger.warning("handshake: %s", message.text)
@@ -434,10 +438,10 @@ class Client:
         self.coordinator = welcome.facts
         self._decoder = decoder
         with self.lock:
-            self._raise_failure()
+            self._raise_failure()  # it was closed meanwhile
+            for message in messages:
+                self._handle(message)
             self._sock = sock
-        for message in messages:
-            self._handle(message)
 
     def send(self, data: bytes) -> None:
         """Sends a frame, and what is to go ahead of it. `lock` is held."""
@@ -455,9 +459,8 @@ class Client:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             if self._reading.acquire(False):
                 try:
-                    self._quiet_at = 0.0
-                    while self._failure is None and not self._quiet_at:
-                        self._read()
+                    while self._failure is None and self._read():
+                        pass
                 finally:
                     self._reading.release()
             self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
@@ -598,8 +601,8 @@ def _greet(
     where = f"what listens on {address[0]} port {address[1]}"
     decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
     try:
-        [greeting] = _answer(sock, decoder, until)
-        if not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
+        greeting, *more = _answer(sock, decoder, until)
+        if more or not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
             raise HandshakeProtocolError(f"it began with {greeting!r}")
     except HandshakeProtocolError as error:
         raise HandshakeProtocolError(

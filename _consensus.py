@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule (DESIGN section 3): votes in, decisions out. No socket, no clock, no thread.
+"""The rule (DESIGN section 3): votes in, decisions out. No socket, no clock, no thread. A vote is decided in `cast`.
 
-Votes whose spans overlap on a group's *line* are linked, and linked votes are one *component* with one verdict. The
-spans of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its
-line's `cells`, which says in which component. All votes of an open component have one fingerprint, it has one cell a
-line, and each of its ranks votes on every line of it that the rank belongs to. That is checked when a vote arrives, and
-is all that "agree" asks for: so a component has one vote a rank, and is FAT once none is missing. A vote that arrives
-does one of three things on each of its lines:
+Votes whose spans overlap on a group's *line* are linked; linked votes are one *component* with one verdict. The spans
+of a rank on a line ascend, so little is remembered. A *cell* is a span that waits for members: an entry in its line's
+`cells`, which says in which component. An open component has one cell a line, and each of its ranks votes on every line
+of it that the rank belongs to; a vote that does not fit that splits it. So it has one vote a rank, and is FAT once none
+is missing, if all fingerprints are equal. On each of its lines, a vote
 
-- its span is a cell: it joins that component, and components that it joins become one;
-- its span is no cell, and starts below the highest end seen on the line: others differ, were answered, or went past.
-  It is split, with all that it overlaps. A line keeps its last findings, so that a latecomer is told what the others
-  were told; where nothing is known any more it is split, so to forget is safe;
-- else it opens a cell. Cells that end before it and lack its rank have been passed: they are split.
+- joins the component in which its span is a cell; components that it joins become one;
+- or is late: its span is no cell, and starts below the highest end seen. It is split, with all that it overlaps. A line
+  keeps its last findings, so that a latecomer is told what others were told; to forget is safe, for it is split then;
+- or opens a cell. Cells that end before it and lack its rank have been passed: they are split.
 
-A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. What a vote costs depends on
-voters and spans, not on ranks. A matched round leaves nothing behind: when a line's last cell is FAT, all members stand
-at one frontier again. Where all votes of a component are *partial*, its ranks look for a plan after a split: the verdict
-is held back then until all have voted, so that all start together; until its timeout, at most.
+A *voter* is a set of ranks that vote as one: here one rank, behind a relay perhaps many. Where all votes of a component
+are *partial*, its ranks look for a plan after a split: it waits until all have voted, so that all start together.
 """
 
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,20 +30,17 @@ else:
     import _vocabulary
     from _vocabulary import HandshakeConfigError, HandshakeProtocolError, format_ranks
 
-# A waiting rank is told whom it waits for after so many seconds, then every NOTICE_INTERVAL_S.
-NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)
-NOTICE_INTERVAL_S = 60.0
+NOTICE_AT_S = (5.0, 15.0, 30.0, 60.0)  # when a waiting rank is told whom it waits for,
+NOTICE_INTERVAL_S = 60.0  # and how often after that
 # How long a wait cycle must stand before it is split: one of its ranks may still vote from another thread. Half the
-# smallest timeout in the cycle, if that is less: its ranks get SPLIT, and not TIMEOUT.
+# timeout, if that is less: its ranks get SPLIT, and not TIMEOUT. While a vote waits, the clock is looked at this often.
 CYCLE_GRACE_S = 5.0
-# Spans of one line that were not fat, kept for latecomers: about as many as ranks are apart.
-MAX_FINDINGS_A_LINE = 64
-# Votes of one rank that wait at once: one a thread, some more where it does not wait for each. More is a runaway loop.
-MAX_VOTES_UNDER_WAY = 1024
-# Missing ranks are all named, as ranges; so many of them with where they were last seen.
-MAX_RANKS_LAST_SEEN = 8
+MAX_FINDINGS_A_LINE = 64  # on past spans, for latecomers: about as many as ranks are apart
+MAX_VOTES_UNDER_WAY = 1024  # of one rank: one a thread, some more where it does not wait; more is a runaway loop
+MAX_RANKS_LAST_SEEN = 8  # missing ranks are all named, as ranges; so many of them with where they were last seen
 
 Span = tuple[int, int]
+Places = Sequence[tuple["Line", Span]]  # what a vote takes
 
 
 class Outcome(enum.Enum):
@@ -70,7 +63,6 @@ class Finding(NamedTuple):
 
 
 _FAT = Finding(Outcome.FAT)
-_GRAVITY = list(Outcome)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,19 +71,13 @@ class Line:
 
     ranks: tuple[int, ...]
     name: str
+    members: frozenset["Voter"]
     cells: dict[Span, "Component"] = field(default_factory=dict)
     base: int = 0  # all members have come so far,
     frontier: dict["Voter", int] = field(default_factory=dict)  # and these farther: to the end of their last spans
     highest: int = 0
-    lost: dict[int, str] = field(default_factory=dict)  # members that are gone, and what became of each
-    findings: dict[Span, Finding] = field(default_factory=dict)  # on the last spans that were not fat, oldest first
+    findings: dict[Span, Finding] = field(default_factory=dict)  # the first on each of the last spans that were not fat
     stood: bool = False  # whether it was part of a wait cycle that stood for its grace
-
-    def note(self, span: Span, finding: Finding) -> None:
-        """Keeps why a span was not fat; what was found first stays."""
-        self.findings.setdefault(span, finding)
-        if len(self.findings) > MAX_FINDINGS_A_LINE:
-            del self.findings[next(iter(self.findings))]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,26 +96,17 @@ class Voter:
         return format_ranks(self.ranks) + (f" ({self.label})" if self.label else "")
 
 
-Places = Sequence[tuple[Line, Span]]  # what a vote takes
-
-
+@dataclass(slots=True, eq=False)
 class Decision:
-    """A vote, and once it is settled its answer: `rank`, `outcome` and `reason`; `request`, what was given with the
-    vote; the whole `finding`; and whether its component is to look for a `plan`."""
+    """A vote, and once it is settled its answer."""
 
-    __slots__ = ("arrived", "finding", "fingerprint", "places", "plan", "request", "voter")
-
-    def __init__(self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float) -> None:
-        self.voter = voter
-        self.places = places
-        self.fingerprint = fingerprint
-        self.request = request
-        self.arrived = now
-
-    def settle(self, finding: Finding, plan: bool = False) -> "Decision":
-        """The vote has its answer."""
-        self.finding, self.plan = finding, plan
-        return self
+    voter: Voter
+    places: Places
+    fingerprint: str | bytes
+    request: Any  # what was given with the vote
+    arrived: float
+    finding: Finding = field(init=False)  # not there before it is settled: to ask for it raises
+    plan: bool = False  # whether its component is to look for a plan
 
     rank = property(lambda self: self.voter.ranks[0])
     outcome = property(lambda self: self.finding.outcome)
@@ -140,48 +117,14 @@ class Decision:
 class Component:
     """Linked votes that agree so far; or, where all are partial, that are held back until all have voted."""
 
-    fingerprint: str | bytes
-    opened: float  # when the first of its votes came
-    notices: int = 0  # how often its ranks were told since then that they still wait
+    fingerprint: str | bytes  # that of its first vote
+    notice_at: float  # when its ranks are next told that they wait
+    due: float = math.inf  # when the first of its votes is out of time
     votes: dict[Voter, Decision] = field(default_factory=dict)
     spans: dict[Line, Span] = field(default_factory=dict)  # its cells
-    belongs: set[Line] = field(default_factory=set)  # the lines of its voters, but for those who vote on all of theirs
     missing: int = 0  # ranks, summed over its cells
-    due: float = math.inf  # when the first of its votes is out of time
     partial: bool = True  # whether all its votes are
-    differs: bool = False  # whether it has other fingerprints too, and is held back
-
-    def fits(self, vote: Decision) -> bool:
-        """Whether, with this vote, it has one cell a line, and each rank votes on every line that it belongs to."""
-        joined = 0
-        for line, span in vote.places:
-            here = self.spans.get(line)
-            if here == span:
-                joined += 1
-            elif here is not None or line in self.belongs:
-                return False
-        return len(self.spans) == joined or len(vote.voter.lines & self.spans.keys()) == joined
-
-    def fits_beside(self, other: "Component") -> bool:
-        """The same of two components that become one."""
-        ours, theirs = self.spans.keys(), other.spans.keys()
-        return ours.isdisjoint(theirs) and self.belongs.isdisjoint(theirs) and other.belongs.isdisjoint(ours)
-
-    def absorb(self, other: "Component") -> None:
-        """Takes over the votes and cells of another one."""
-        for line, span in other.spans.items():
-            line.cells[span] = self
-        self.votes |= other.votes
-        self.spans |= other.spans
-        self.belongs |= other.belongs
-        self.missing += other.missing
-        self.due = min(self.due, other.due)
-        self.opened = min(self.opened, other.opened)
-
-    def next_notice(self) -> float:
-        """When its ranks should next be told that they still wait."""
-        beyond = max(0, self.notices - len(NOTICE_AT_S) + 1)
-        return self.opened + NOTICE_AT_S[self.notices - beyond] + beyond * NOTICE_INTERVAL_S
+    differs: bool = False  # whether they have several fingerprints
 
     def lacks(self) -> dict[int, Line]:
         """The ranks that it waits for, ascending, and a line on which each is missing."""
@@ -190,11 +133,8 @@ class Component:
 
 
 class _CollectiveHandshakeConsensus:
-    """Decides, for every vote, whether the ranks involved run their graphs fat or split.
-
-    `put_request` (or `cast`, for spans that are unpacked already), `expire` and `drop_rank` return the decisions that
-    follow. Time is an argument, in seconds of any clock that does not go backwards.
-    """
+    """Decides, for every vote, whether the ranks involved run their graphs fat or split. What returns decisions settles
+    these votes. Time is an argument: seconds of a clock that does not go backwards."""
 
     def __init__(self, num_ranks: int, timeout_s: float | None = None) -> None:
         """`timeout_s` is how long a vote may wait, in seconds; None: for ever. Raises HandshakeConfigError."""
@@ -202,8 +142,10 @@ class _CollectiveHandshakeConsensus:
             raise HandshakeConfigError(f"num_ranks={num_ranks} and timeout_s={timeout_s} must be positive")
         self._num_ranks = num_ranks
         self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._grace_s = min(CYCLE_GRACE_S, self._timeout_s / 2)
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._voters: dict[int, Voter] = {}
+        self._lost: set[Voter] = set()
         self._open: dict[Component, None] = {}  # in the order in which they were opened
         self._next = math.inf  # when to look at the clock; it may be too early
 
@@ -220,123 +162,99 @@ class _CollectiveHandshakeConsensus:
         key = _vocabulary.as_process_group_id(group)
         if key not in self._lines:
             _vocabulary.must_be_in_world(key.ranks, self._num_ranks)
-            line = self._lines[key] = Line(key.ranks, format_ranks(key.ranks))
-            members = [self.voter(rank) for rank in key.ranks]
+            members = frozenset(self.voter(rank) for rank in key.ranks)
+            line = self._lines[key] = Line(key.ranks, format_ranks(key.ranks), members)
             for voter in members:
                 voter.lines.add(line)
-                if voter.lost:
-                    line.lost[voter.ranks[0]] = voter.lost
-            busy = {voter for voter in members if voter.waiting}
-            for component in self._open if busy else ():
-                if not busy.isdisjoint(component.votes):
-                    component.belongs.add(line)
         return self._lines[key]
 
     def put_request(self, request: _vocabulary.CollectiveHandshakeRequest, now: float) -> list[Decision]:
-        """Takes a rank's vote. Groups that are idle in it (count 0) say nothing.
-
-        Raises:
-            HandshakeConfigError: the rank, or a member of a group, is outside the world.
-            HandshakeProtocolError: the vote starts before the end of the rank's last span on that group, or the rank
-                was dropped, or has too many votes under way. Nothing has changed then.
-        """
+        """Takes a rank's vote; groups that are idle in it (count 0) say nothing. HandshakeConfigError: the rank, or a
+        member of a group, is outside the world. HandshakeProtocolError: the vote starts before the rank's last span on
+        that group ended, or the rank was dropped, or has too many votes under way. Nothing has changed then."""
         voter = self.voter(request.rank)
-        counts = [(pg, count) for pg, count in request.pg_collective_counts.items() if count.num_collectives_in_graph]
-        places = [(self.line(pg), (count.collective_count_before, count.end)) for pg, count in counts]
+        counts = [(group, its) for group, its in request.pg_collective_counts.items() if its.num_collectives_in_graph]
+        places = [(self.line(group), (its.collective_count_before, its.end)) for group, its in counts]
         return self.cast(voter, places, request.executable_fingerprint, request, now)
 
     def cast(
         self, voter: Voter, places: Places, fingerprint: str | bytes, request: Any, now: float, partial: bool = False
     ) -> list[Decision]:
-        """`put_request` for spans that are unpacked already, one a line and none empty. `partial` says that this voter
-        looks for a plan if all others of its component do too."""
+        """`put_request` for unpacked spans, one a line. `partial`: it looks for a plan if all of its component do."""
         met: list[Component] = []
-        opens = 0
-        is_late = has_neighbours = False
+        opened: list[Line] = []
+        shared = 0  # lines of those it meets to which this voter belongs
+        is_late = has_neighbours = plan = False
         for line, span in places:
             if span[0] < line.frontier.get(voter, line.base):
-                raise self._refused(voter, line, span)
+                raise _out_of_order(voter, line, span)
             here = line.cells.get(span)
             if here is None:
-                opens += 1
-                is_late = is_late or span[0] < line.highest or bool(line.lost)
+                opened.append(line)
+                is_late |= span[0] < line.highest or not line.members.isdisjoint(self._lost)
             elif here not in met:
                 met.append(here)
-            if len(line.cells) > (here is not None):
-                has_neighbours = True
-        if voter.lost or len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
-            raise self._refused(voter)
-        vote = Decision(voter, places, fingerprint, request, now)
-        if not places:
-            return [vote.settle(_FAT)]
+                shared += len(here.spans.keys() & voter.lines) if len(here.spans) > 1 else 1
+            has_neighbours |= len(line.cells) > (here is not None)
+        if voter.lost:
+            raise HandshakeProtocolError(f"{voter} voted after it was lost: {voter.lost}", ranks=voter.ranks)
+        if len(voter.waiting) >= MAX_VOTES_UNDER_WAY:
+            text = f"{voter} has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
+            raise HandshakeProtocolError(text, ranks=voter.ranks)
+        if has_neighbours and (passed := self._settle_cells_passed(voter, places)):
+            return passed + self.cast(voter, places, fingerprint, request, now, partial)
 
-        voter.last = vote
-        passed = self._settle_cells_passed(vote) if has_neighbours else []
+        vote = voter.last = Decision(voter, places, fingerprint, request, now)
+        settled: list[Decision] = []
         finding = None
-        if is_late or passed:
-            met = [component for component in met if component in self._open]
-            finding = self._told_to_latecomer(vote)
-        differs = False
-        for component in met:
-            partial = partial and component.partial
-            differs = differs or component.differs or component.fingerprint != fingerprint
-            if finding is None and not component.fits(vote):
-                finding = _spans_differ([*_votes_of(met), vote])
-        if finding is None and len(met) > 1 and not all(a.fits_beside(b) for a, b in itertools.combinations(met, 2)):
-            finding = _spans_differ([*_votes_of(met), vote])
-        if finding is None and differs and not partial:
-            finding = _fingerprints_differ([*_votes_of(met), vote])
-        if finding is not None:
-            return passed + self._settle_all_linked(vote, met, finding)
-
-        component = self._joined(met) if met else Component(fingerprint, now)
-        self._open[component] = None
-        for line, span in places:
-            line.frontier[voter] = span[1]
-            if opens and span not in line.cells:
-                line.cells[span] = component
-                component.spans[line] = span
-                component.missing += len(line.ranks)
-                line.highest = span[1]
-            if line.stood:
-                self._next = now
+        if is_late or shared + len(opened) > len(places) or not _can_be_one(met, opened):
+            finding, linked = self._why_split(vote, met)
+            settled = [other for component in linked for other in self._settle(component, finding)]
+            met, opened = [], [line for line, _ in places]  # it is settled by itself
+        component = met[0] if len(met) == 1 else self._merged(met, fingerprint, now)
         component.votes[voter] = vote
         component.missing -= len(places) * len(voter.ranks)
-        component.partial, component.differs = partial, differs
-        if len(voter.lines) > len(places):
-            component.belongs |= voter.lines
+        component.partial &= partial
+        component.differs |= component.fingerprint != fingerprint
         voter.waiting[vote] = None
-        if not component.missing:
-            finding = _fingerprints_differ(component.votes.values()) if differs else _FAT
+        for line, span in places:
+            line.frontier[voter] = span[1]
+            if line in opened:
+                line.cells[span] = component
+                if span[1] > line.highest:
+                    line.highest = span[1]
+                component.spans[line] = span
+                component.missing += len(line.ranks)
+            if line.stood:
+                self._next = now
+
+        if component.differs and not (component.missing and component.partial):
+            finding = _fingerprints_differ(component)
             # A rank that waits in an older vote can't come to look for a plan before that is answered.
-            plan = differs and all(next(iter(its.voter.waiting)) is its for its in component.votes.values())
-            settled = self._settle(component, finding, plan)
-            return passed + settled if passed else settled
+            plan = component.partial and all(next(iter(of.waiting)) is own for of, own in component.votes.items())
+        elif not component.missing:
+            finding = finding or _FAT
+        if finding:
+            return settled + self._settle(component, finding, plan)
         if now + voter.timeout_s < component.due:
             component.due = now + voter.timeout_s
-            self._next = min(self._next, now + min(CYCLE_GRACE_S, voter.timeout_s / 2))
-        return passed
+            if component.due < self._next:
+                self._next = component.due
+        return settled
 
     def expire(self, now: float) -> list[Decision]:
         """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for its grace, TIMEOUT for a whole
-        component when one of its votes has waited its timeout."""
+        component when one of its votes has waited its timeout. Call `notices` after it."""
         settled: list[Decision] = []
-        for cycle, due in self._wait_cycles():
-            if due <= now:
-                finding = _waits_in_cycle(cycle)
-                for component in cycle:
-                    for line in component.spans:
-                        line.stood = True  # a job that runs into it at every step waits for it once
-                    settled += self._settle(component, finding)
+        for cycle in [cycle for cycle, due in self._wait_cycles() if due <= now]:
+            finding = _waits_in_cycle(cycle)
+            for component in cycle:
+                for line in component.spans:
+                    line.stood = True  # a job that runs into it at every step waits for it once
+                settled += self._settle(component, finding)
         for component in [component for component in self._open if component.due <= now]:
-            if component.differs:  # it was only held back for a plan
-                finding = _fingerprints_differ(component.votes.values())
-            else:
-                text, missing, line = self._describe_missing(component, now)
-                where = line.ranks, component.spans[line]
-                finding = Finding(Outcome.TIMEOUT, f"gave up waiting for {text}", tuple(missing), *where)
-            settled += self._settle(component, finding)
-        self._schedule()
+            gave_up = self._waits(component, now, "gave up waiting")
+            settled += self._settle(component, _fingerprints_differ(component) if component.differs else gave_up)
         return settled
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
@@ -345,22 +263,17 @@ class _CollectiveHandshakeConsensus:
         votes are forgotten without an answer. Raises HandshakeConfigError where it is outside the world."""
         voter = self.voter(rank)
         voter.lost = reason
+        self._lost.add(voter)
         settled: list[Decision] = []
-        lines = sorted(voter.lines, key=lambda line: line.ranks)
-        for line in lines:
-            line.lost[rank] = reason
-        for line in lines:
-            while line.cells:
-                span, component = next(iter(line.cells.items()))
-                settled += self._settle(component, self._lost_finding(line, span))
+        for line in sorted(voter.lines, key=lambda line: line.ranks):
+            for span, component in list(line.cells.items()):
+                settled += self._settle(component, _peer_lost(line, span))
         return [decision for decision in settled if decision.voter is not voter]
 
     def rejoin_rank(self, rank: int) -> None:
         """A rank that was dropped is back. It goes on where its lines stood."""
-        voter = self.voter(rank)
-        voter.lost = ""
-        for line in voter.lines:
-            line.lost.pop(rank, None)
+        self.voter(rank).lost = ""
+        self._lost.discard(self.voter(rank))
 
     def next_deadline(self) -> float | None:
         """When `expire` and `notices` should be called next, or None. Never too late; it may be too early."""
@@ -369,203 +282,202 @@ class _CollectiveHandshakeConsensus:
     def notices(self, now: float) -> list[tuple[Decision, str]]:
         """The votes whose ranks should now log that they wait, at `NOTICE_AT_S` and then every minute; and what to log.
         Call it after `expire`."""
-        due = []
-        for component in [component for component in self._open if component.next_notice() <= now]:
-            while component.next_notice() <= now:
-                component.notices += 1
-            text = f"waiting for {self._describe_missing(component, now)[0]}"
-            due += [(vote, text) for vote in component.votes.values()]
-        self._schedule()
-        return due
+        told = []
+        for component in self._open:
+            if component.notice_at <= now:
+                text = self._waits(component, now, "waiting").reason
+                told += [(vote, text) for vote in component.votes.values()]
+                first = min(vote.arrived for vote in component.votes.values())
+                then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
+                component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
+        dues = [due for _, due in self._wait_cycles()]  # or one may close from now on
+        self._next = min([now + self._grace_s, *dues, *(min(its.due, its.notice_at) for its in self._open)])
+        return told
 
-    def _schedule(self) -> None:
-        times = [min(component.due, component.next_notice()) for component in self._open]
-        self._next = min(times + [due for _, due in self._wait_cycles()], default=math.inf)
-
-    def _joined(self, met: list[Component]) -> Component:
-        largest = met[0] if len(met) == 1 else max(met, key=lambda component: len(component.votes))
-        for component in met:
-            if component is not largest:
-                del self._open[component]
-                largest.absorb(component)
-        return largest
+    def _merged(self, met: list[Component], fingerprint: str | bytes, now: float) -> Component:
+        """What these components become together; a new one, if there are none."""
+        if not met:
+            component = Component(fingerprint, now + NOTICE_AT_S[0])
+            self._open[component] = None
+            if now + self._grace_s < self._next:
+                self._next = now + self._grace_s
+            return component
+        own, *others = sorted(met, key=lambda component: len(component.votes), reverse=True)
+        for other in others:
+            del self._open[other]
+            for line, span in other.spans.items():
+                line.cells[span] = own
+            own.votes |= other.votes
+            own.spans |= other.spans
+            own.missing += other.missing
+            own.due = min(own.due, other.due)
+            own.notice_at = min(own.notice_at, other.notice_at)
+            own.partial &= other.partial
+            own.differs |= other.differs or own.fingerprint != other.fingerprint
+        return own
 
     def _settle(self, component: Component, finding: Finding, plan: bool = False) -> list[Decision]:
-        """Answers all votes of a component, and forgets it."""
+        """Answers all votes of a component, and forgets it. Raises KeyError for what was settled before."""
         del self._open[component]
         for line, span in component.spans.items():
             del line.cells[span]
             if finding is not _FAT:
-                line.note(span, finding)
-                continue
-            line.base = max(line.base, span[1])
-            if span[1] == line.highest:
-                line.frontier.clear()  # all members stand there
-        votes = list(component.votes.values())
-        for vote in votes:
-            del vote.voter.waiting[vote]
+                line.findings.setdefault(span, finding)
+                if len(line.findings) > MAX_FINDINGS_A_LINE:
+                    del line.findings[next(iter(line.findings))]
+            elif not line.members <= component.votes.keys():
+                raise AssertionError(f"FAT at {_at(line, span)}, and not all of its members have voted")
+            elif span[1] == line.highest:  # all members stand there, and nothing is left behind
+                line.base = span[1]
+                line.frontier.clear()
+        for voter, vote in component.votes.items():
+            del voter.waiting[vote]
             vote.finding, vote.plan = finding, plan
-        return votes
+        return list(component.votes.values())
 
-    def _settle_all_linked(self, vote: Decision, met: list[Component], finding: Finding) -> list[Decision]:
-        """Answers a vote that is in no component, the components that it meets, and those that its spans overlap."""
+    def _why_split(self, vote: Decision, met: list[Component]) -> tuple[Finding, Iterable[Component]]:
+        """Why a vote is late or doesn't fit, and which components are settled with it. The gravest of what others were
+        told: on just its span, or else on spans that overlap it."""
         linked = dict.fromkeys(met)
+        told: list[Finding] = []
         for line, span in vote.places:
-            line.frontier[vote.voter] = span[1]
-            line.highest = max(line.highest, span[1])
-            line.note(span, finding)
-            linked.update((component, None) for other, component in line.cells.items() if _overlap(other, span))
-        settled = [vote.settle(finding)]
-        for component in linked:
-            settled += self._settle(component, finding)
-        return settled
+            if span not in line.cells:
+                linked |= {component: None for other, component in line.cells.items() if _overlap(other, span)}
+                known = {other: finding for other, finding in line.findings.items() if _overlap(other, span)}
+                told += [known[span]] if span in known else known.values()
+                if not known and not line.members.isdisjoint(self._lost):
+                    told.append(_peer_lost(line, span))
+        gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
+        others = [other for component in linked for other in component.votes.values()]
+        return gravest or _spans_differ([*others, vote]), linked
 
-    def _settle_cells_passed(self, vote: Decision) -> list[Decision]:
+    def _settle_cells_passed(self, voter: Voter, places: Places) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
         settled: list[Decision] = []
-        for line, (start, _) in vote.places:
+        for line, (start, _) in places:
             for span, component in list(line.cells.items()):
-                if span[1] <= start and vote.voter not in component.votes and component in self._open:
+                if span[1] <= start and voter not in component.votes:
                     reason = (
-                        f"{vote.voter} has gone past {_show(span)} on {line.name} without a vote there: its next one "
+                        f"{voter} has gone past {_at(line, span)} without a vote there: its next one "
                         f"starts at {start}. It issued these collectives outside a compiled graph, or compiled a graph "
                         f"that the others lack"
                     )
-                    finding = Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
-                    settled += self._settle(component, finding)
+                    settled += self._settle(component, Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span))
         return settled
 
-    def _wait_cycles(self) -> list[tuple[list[Component], float]]:
+    def _wait_cycles(self) -> Iterator[tuple[list[Component], float]]:
         """Sets of components that wait for one another, and when each is to be split: when nothing was added to it for
-        its grace; at once if the same groups stood so before.
-
-        A component waits for another if it lacks a rank that has a vote there. Components that wait for nobody who
-        waits, or that nobody waits for, are peeled off; what is left are the cycles and what waits between two of them.
-        """
+        its grace; at once if the same groups stood so before. One waits for another if it lacks a rank that has a vote
+        there. What does not wait, or is not waited for, is peeled off; what waits between two cycles goes with them."""
         waits_for: dict[Component, set[Component]] = {component: set() for component in self._open}
+        awaited: dict[Component, set[Component]] = {component: set() for component in self._open}
         for own in self._open if len(self._open) > 1 else ():
             for voter in own.votes:
                 for component in [component for line in voter.lines for component in line.cells.values()]:
                     if voter not in component.votes:
                         waits_for[component].add(own)
-        left, size = set(waits_for), -1
-        while len(left) != size:
-            size = len(left)
-            waited_for = set().union(*(waits_for[component] for component in left))
-            left = {component for component in left & waited_for if waits_for[component] & left}
-        cycles = []
+                        awaited[own].add(component)
+        left = set(self._open)
+        while left != (kept := {one for one in left if waits_for[one] & left and awaited[one] & left}):
+            left = kept
         while left:
-            more = cycle = {left.pop()}
-            while more:
-                near = set().union(*(waits_for[component] for component in more))
-                more = {other for other in left if other in near or waits_for[other] & more}
-                left -= more
-                cycle = cycle | more
-            votes = _votes_of(cycle)
-            due = added = max(vote.arrived for vote in votes)
+            cycle, more = set[Component](), {next(component for component in self._open if component in left)}
+            while more != cycle:
+                cycle = more
+                more = left & cycle.union(*(waits_for[one] | awaited[one] for one in cycle))
+            left -= cycle
+            due = max(vote.arrived for component in cycle for vote in component.votes.values())
             if not all(line.stood for component in cycle for line in component.spans):
-                grace_s = min(CYCLE_GRACE_S, *(vote.voter.timeout_s / 2 for vote in votes))
-                due = min(added + grace_s, *(component.due for component in cycle))
-            cycles.append(([component for component in self._open if component in cycle], due))
-        return cycles
+                due = min(due + self._grace_s, *(component.due for component in cycle))
+            yield [component for component in self._open if component in cycle], due
 
-    def _refused(self, voter: Voter, line: Line | None = None, span: Span | None = None) -> HandshakeProtocolError:
-        group = None if line is None else line.ranks
-        text = f"has {MAX_VOTES_UNDER_WAY} votes without an answer; wait for some of them first"
-        if line is not None and span is not None:
-            text = (
-                f"voted out of order: its span {_show(span)} on {line.name} starts before "
-                f"{line.frontier.get(voter, line.base)}, where its last vote on that group ended. Count the "
-                f"collectives of one process in one place, under one lock, and submit each count once"
-            )
-        elif voter.lost:
-            text = f"voted after it was lost: {voter.lost}"
-        return HandshakeProtocolError(f"{format_ranks(voter.ranks)} {text}", ranks=voter.ranks, group=group, span=span)
-
-    def _told_to_latecomer(self, vote: Decision) -> Finding | None:
-        """The gravest of what the others were told, or know, on the spans of a vote that are no cells, or None. What
-        was found on just that span goes before what was found on others that overlap it."""
-        told: list[Finding] = []
-        for line, span in vote.places:
-            if span not in line.cells:
-                near = [finding for other, finding in line.findings.items() if _overlap(other, span)]
-                found = [line.findings[span]] if span in line.findings else near
-                if line.lost and not found:
-                    found = [self._lost_finding(line, span)]
-                if not found and span[0] < line.highest:
-                    found = [_meets_other_span(vote, line, span)]
-                told += found
-        return max(told, key=lambda finding: _GRAVITY.index(finding.outcome), default=None)
-
-    def _lost_finding(self, line: Line, span: Span) -> Finding:
-        lost = sorted(line.lost)
-        causes = "; ".join(f"{self.voter(rank)}, {line.lost[rank]}" for rank in lost[:MAX_RANKS_LAST_SEEN])
-        what_to_do = f"Look at the end of the log of {format_ranks(lost)}, and restart the job"
-        reason = f"a member of {line.name} is gone, at {_show(span)}: {causes}. {what_to_do}"
-        return Finding(Outcome.PEER_LOST, reason, tuple(lost), line.ranks, span)
-
-    def _describe_missing(self, component: Component, now: float) -> tuple[str, list[int], Line]:
-        """Which ranks it waits for, in words and as numbers; and a line of theirs."""
+    def _waits(self, component: Component, now: float, waits: str) -> Finding:
+        """What is said of a component while it waits."""
         missing = component.lacks()
         line = next(iter(missing.values()))
-        seen = [f"{self.voter(rank)} {self._last_seen(rank, now)}" for rank in list(missing)[:MAX_RANKS_LAST_SEEN]]
-        if len(missing) > len(seen):
-            seen.append(f"and {len(missing) - len(seen)} more")
         voted = format_ranks(rank for voter in component.votes for rank in voter.ranks)
-        where = f"at {_show(component.spans[line])} on {line.name}"
-        return f"{format_ranks(missing)} {where} ({voted} voted): {'; '.join(seen)}", list(missing), line
-
-    def _last_seen(self, rank: int, now: float) -> str:
-        voter = self.voter(rank)
-        if voter.last is None:
-            return "has not voted yet" if voter.label else "has neither connected nor voted yet"
-        state = "still waits in" if voter.last in voter.waiting else "last voted on"
-        return f"{state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
+        seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
+        span = component.spans[line]
+        reason = f"{waits} for {format_ranks(missing)} at {_at(line, span)} ({voted} voted): {seen}"
+        return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, span)
 
 
-def _fingerprints_differ(votes: Collection[Decision]) -> Finding:
-    ranks_with: dict[str | bytes, list[int]] = {}
+def _last_seen(voter: Voter, now: float) -> str:
+    if voter.last is None:
+        return f"{voter} has {'not voted' if voter.label else 'neither connected nor voted'} yet"
+    state = "still waits in" if voter.last in voter.waiting else "last voted on"
+    return f"{voter} {state} {_places(voter.last)}, {now - voter.last.arrived:.1f} s ago"
+
+
+def _out_of_order(voter: Voter, line: Line, span: Span) -> HandshakeProtocolError:
+    text = (
+        f"{voter} voted out of order: its span {_at(line, span)} starts before {line.frontier.get(voter, line.base)}, "
+        f"where its last vote on that group ended. Count the collectives of one process in one place, under one lock, "
+        f"and submit each count once"
+    )
+    return HandshakeProtocolError(text, ranks=voter.ranks, group=line.ranks, span=span)
+
+
+def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
+    """Whether each rank would vote on every line that it belongs to, if these became one component."""
+    if opened and met and not all(one.votes.keys().isdisjoint(line.members) for one in met for line in opened):
+        return False
+    return len(met) < 2 or all(
+        all(large.spans.keys().isdisjoint(voter.lines) for voter in small.votes)
+        and all(large.votes.keys().isdisjoint(line.members) for line in small.spans)
+        for small, large in itertools.combinations(sorted(met, key=lambda component: len(component.votes)), 2)
+    )
+
+
+def _fingerprints_differ(component: Component) -> Finding:
+    votes = list(component.votes.values())
+    ranks_with: dict[str, list[int]] = {}
     for vote in votes:
-        ranks_with.setdefault(vote.fingerprint, []).extend(vote.voter.ranks)
-    sides = "; ".join(f"{_short(its)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items())
-    *_, newest = votes
-    met = {place for vote in votes if vote.fingerprint != newest.fingerprint for place in vote.places}
-    line, span = next((place for place in newest.places if place in met), newest.places[0])
-    reason = f"fingerprints differ at {_show(span)} on {line.name}: {sides}"
+        its = vote.fingerprint.hex() if isinstance(vote.fingerprint, bytes) else vote.fingerprint
+        ranks_with.setdefault(its, []).extend(vote.voter.ranks)
+    sides = [f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()]
+    met = {place for vote in votes if vote.fingerprint != votes[-1].fingerprint for place in vote.places}
+    line, span = next((place for place in votes[-1].places if place in met), votes[-1].places[0])
+    reason = f"fingerprints differ at {_at(line, span)}: {'; '.join(sides)}"
     return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
 
 
 def _spans_differ(votes: Sequence[Decision]) -> Finding:
     """For votes that can't be one component: a rank that belongs to a line, and has no vote there or another span."""
-    on = {line: vote for vote in votes for line, _ in vote.places}
-    for vote in reversed(votes):
-        mine = dict(vote.places)
-        for line in sorted(vote.voter.lines & on.keys(), key=lambda line: line.ranks):
-            span = dict(on[line].places)[line]
-            if mine.get(line) != span:
-                others = [rank for other in votes if other.places == on[line].places for rank in other.voter.ranks]
+    on = {line: (vote, span) for vote in votes for line, span in vote.places}
+    for vote in (votes[-1], *votes[:-1]):
+        for line, (other, span) in on.items():
+            if line in vote.voter.lines and dict(vote.places).get(line) != span:
                 reason = (
-                    f"the graph of {vote.voter} takes {_places(vote)}, that of {format_ranks(others)} takes "
-                    f"{_places(on[line])}: they hold different numbers of collectives, or started at different positions"
+                    f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
+                    f"they hold different numbers of collectives, or started at different positions"
                 )
-                return Finding(Outcome.SPLIT, reason, tuple(sorted({*others, *vote.voter.ranks})), line.ranks, span)
-    raise AssertionError("votes that are no component, and nothing that speaks against it")
-
-
-def _meets_other_span(vote: Decision, line: Line, span: Span) -> Finding:
-    for other, component in line.cells.items():
-        if _overlap(span, other):
-            return _spans_differ([*(its for its in component.votes.values() if line in its.voter.lines), vote])
+                ranks = tuple(sorted({*vote.voter.ranks, *other.voter.ranks}))
+                return Finding(Outcome.SPLIT, reason, ranks, line.ranks, span)
+    late = votes[-1]
+    line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
     reason = (
-        f"{vote.voter} is late at {_show(span)} on {line.name}: others are at {line.highest} already, and went past without "
-        f"a vote there, or were answered too long ago for it to be known"
+        f"{late.voter} is late at {_at(line, span)}: others are at {line.highest} already, and went past "
+        f"without a vote there, or were answered too long ago for it to be known"
     )
-    return Finding(Outcome.SPLIT, reason, vote.voter.ranks, line.ranks, span)
+    return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
+
+
+def _peer_lost(line: Line, span: Span) -> Finding:
+    lost = sorted((voter for voter in line.members if voter.lost), key=lambda voter: voter.ranks)
+    ranks = tuple(rank for voter in lost for rank in voter.ranks)
+    causes = "; ".join(f"{voter}, {voter.lost}" for voter in lost[:MAX_RANKS_LAST_SEEN])
+    reason = (
+        f"a member of {line.name} is gone, at [{span[0]}, {span[1]}): {causes}. Look at the end of the log of "
+        f"{format_ranks(ranks)}, and restart the job"
+    )
+    return Finding(Outcome.PEER_LOST, reason, ranks, line.ranks, span)
 
 
 def _waits_in_cycle(cycle: list[Component]) -> Finding:
     lacked = {rank for component in cycle for rank in component.lacks()}
-    blocked = {vote.rank: vote for vote in _votes_of(cycle) if not lacked.isdisjoint(vote.voter.ranks)}
+    votes = [vote for component in cycle for vote in component.votes.values()]
+    blocked = {vote.rank: vote for vote in votes if not lacked.isdisjoint(vote.voter.ranks)}
     first = [blocked[rank] for rank in sorted(blocked)[:MAX_RANKS_LAST_SEEN]]
     waits = ", ".join(f"{vote.voter} waits at {_places(vote)}" for vote in first)
     order = "They issue collectives on these groups in different orders"
@@ -574,23 +486,14 @@ def _waits_in_cycle(cycle: list[Component]) -> Finding:
     return Finding(Outcome.SPLIT, reason, tuple(sorted(blocked)), line.ranks, span)
 
 
-def _votes_of(components: Iterable[Component]) -> list[Decision]:
-    return [vote for component in components for vote in component.votes.values()]
-
-
 def _overlap(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _show(span: Span) -> str:
-    return f"[{span[0]}, {span[1]})"
+def _at(line: Line, span: Span) -> str:
+    return f"[{span[0]}, {span[1]}) on {line.name}"
 
 
 def _places(vote: Decision) -> str:
     more = f" and on {len(vote.places) - 3} more groups" if len(vote.places) > 3 else ""
-    return ", ".join(f"{_show(span)} on {line.name}" for line, span in vote.places[:3]) + more
-
-
-def _short(fingerprint: str | bytes) -> str:
-    text = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
-    return text[:12] + ("…" if len(text) > 12 else "")
+    return ", ".join(_at(line, span) for line, span in vote.places[:3]) + more

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _protocol
     from ._consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
-    from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
+    from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId, shorten
 else:
     import _protocol
     from _consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
-    from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId
+    from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId, shorten
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -93,6 +93,10 @@ def find_extra(name: str) -> Any:
     return None if importlib.util.find_spec(qualified) is None else importlib.import_module(qualified)
 
 
+def _printable(text: str) -> str:
+    return "".join(character for character in text if character.isprintable())
+
+
 class Config(NamedTuple):
     """What a coordinator must know. All of it can be written as JSON."""
 
@@ -137,14 +141,15 @@ class _Connection:
     decoder: _protocol.Decoder = field(default_factory=lambda: _protocol.Decoder(_protocol.FROM_STRANGER))
     unsent: deque[memoryview] = field(default_factory=deque)
     unsent_bytes: int = 0
-    ending: str = "its process exited, or its host is gone"  # what it means that it has ended
+    ending: str = ""  # why it is to be dropped
     facts: dict[str, Any] = field(default_factory=dict)
     voter: Voter | None = None  # once it has said who it is
     lines: dict[int, Line] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return f"{self.facts.get('host', '?')}:{self.facts.get('pid', '?')}"
+        """Who it says it is, for logs; perhaps a stranger's words."""
+        return shorten(_printable(f"{self.facts.get('host', '?')}:{self.facts.get('pid', '?')}"))
 
 
 class Server:
@@ -306,6 +311,9 @@ class Server:
             self._send(connection, _protocol.encode(greeting))
 
     def _read(self, connection: _Connection) -> None:
+        if connection.ending:
+            self._drop(connection, connection.ending)
+            return
         try:
             data = connection.sock.recv(READ_BYTES)
         except BlockingIOError:
@@ -314,7 +322,7 @@ class Server:
             self._drop(connection, f"its connection broke: {error.strerror or error}")
             return
         if not data:
-            self._drop(connection, connection.ending)
+            self._drop(connection, "its process exited, or its host is gone")
             return
         try:
             for message in connection.decoder.feed(data):
@@ -355,11 +363,9 @@ class Server:
         return True
 
     def _hello(self, connection: _Connection, hello: _protocol.Hello) -> bool:
-        refusal = self._refusal(connection, hello)
+        refusal = _printable(self._refusal(connection, hello))
         rank = connection.facts.get("rank")
         if refusal:
-            # It is for a log, and may be a stranger's words.
-            refusal = "".join(character for character in refusal if character.isprintable())
             self._tell(f"a connection from {connection.peer} was refused: {refusal}")
             if type(rank) is int and 0 <= rank < self._world_size and rank not in self._of_rank:
                 # Those who wait for this rank are told.

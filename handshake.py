@@ -453,9 +453,7 @@ class Ticket:
     def _take_mail(self, pending: _client.PendingVote) -> None:
         """What extras of the coordinator's want of this rank."""
         client, wait_s = self._session.client, self._session.wait_s
-        asked = [mail for mail in pending.mail or () if mail.extra == _protocol.REPORTS]
-        pending.mail = [mail for mail in pending.mail or () if mail.extra != _protocol.REPORTS]
-        reports = _extra("_graph_report") if asked else None
+        reports = _extra("_graph_report") if pending.graph_is_asked_for else None
         if reports is not None:
             channel = _client.Channel(client, pending, _protocol.REPORTS, wait_s)
             arguments = (channel, self._text)
@@ -483,7 +481,7 @@ class Ticket:
 
 def _verdict(session: _Session, pending: _client.PendingVote, fingerprint: str, text: GraphText) -> bool:
     """Waits for the verdict on a vote. Returns and raises what `Handshake.submit` does."""
-    if not pending.is_ready:
+    if not pending.outcome:
         if _thread.exchange is not None:
             _leave_exchange()
         session.client.wait(pending, pending.sent_at + session.wait_s)
@@ -549,7 +547,8 @@ def _stage_now() -> HandshakeStage:
     session = _session
     if session is not None and not session.closed:
         return session.settings.stage
-    texts = tuple(map(os.environ.get, _vocabulary.STAGE_VARIABLES))
+    environment, (name, other_name) = os.environ, _vocabulary.STAGE_VARIABLES
+    texts = (environment.get(name), environment.get(other_name))
     seen = _stage_seen
     if seen[0] != texts:
         seen = _stage_seen = (texts, HandshakeStage.from_env())

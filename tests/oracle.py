@@ -10,7 +10,7 @@ It keeps every vote for ever and works everything out from scratch each time it 
   span without voting on it. It is FAT if nothing of that is so and every member of every group in it has voted.
   Otherwise it waits.
 - If all its votes are *partial*, fingerprints that differ wait until every member has voted: then it is SPLIT with a
-  plan, which is called PLAN here.
+  plan, which is called PLAN here; or without one, if one of its ranks still waits in an older vote.
 
 `verdicts` is that rule alone. `Oracle` adds what depends on time and on who can still vote: ranks that wait for one
 another in a cycle, timeouts, lost ranks, and those who come late to one of these.
@@ -84,10 +84,7 @@ def went_past(votes: Sequence[Vote], rank: int, group: Group, span: Span) -> boo
 def needs(votes: Sequence[Vote], component: Sequence[int]) -> set[tuple[int, Group, Span]]:
     """Each `(rank, group, span)` that the component is made of or lacks."""
     return {
-        (member, group, span)
-        for place in component
-        for group, span in votes[place].spans.items()
-        for member in group
+        (member, group, span) for place in component for group, span in votes[place].spans.items() for member in group
     }
 
 
@@ -126,11 +123,23 @@ def verdict(votes: Sequence[Vote], component: Sequence[int]) -> str:
     return WAITS if missing(votes, component) else FAT
 
 
+def older_than(votes: Sequence[Vote], component: Sequence[int]) -> list[int]:
+    """Its ranks' older votes. While one of these waits, its rank can't start to look for a plan."""
+    return [other for place in component for other in range(place) if votes[other].rank == votes[place].rank]
+
+
+def waits(votes: Sequence[Vote], place: int) -> bool:
+    return any(place in its and verdict(votes, its) == WAITS for its in components(votes, range(len(votes))))
+
+
 def verdicts(votes: Sequence[Vote]) -> list[str]:
-    """The verdict on each vote, if these are all the votes so far; each rank's in the order in which it cast them."""
+    """The verdict on each vote, if these are all the votes so far, in the order in which they were cast."""
     answers = [WAITS] * len(votes)
     for component in components(votes, range(len(votes))):
         answer = verdict(votes, component)
+        then = votes[: max(component) + 1]
+        if answer == PLAN and any(waits(then, older) for older in older_than(votes, component)):
+            answer = SPLIT
         for place in component:
             answers[place] = answer
     return answers
@@ -150,7 +159,7 @@ class Oracle:
         self.timeouts_s: list[float] = []
         self.lost: set[int] = set()
         self.decided: dict[tuple[Group, Span], str] = {}  # what the first votes of that span were answered
-        self.stood: list[frozenset[Group]] = []  # the groups of each cycle that stood for its grace
+        self.stood: set[Group] = set()  # the groups of cycles that stood for their grace
 
     def put(self, vote: Vote, now: float, timeout_s: float = float("inf")) -> dict[int, str]:
         newest = len(self.votes)
@@ -171,7 +180,7 @@ class Oracle:
 
     def expire(self, now: float) -> dict[int, str]:
         cycles = [cycle for cycle in self.cycles() if self.cycle_due_at(cycle) <= now]
-        self.stood += map(self.groups_of, cycles)
+        self.stood.update(group for cycle in cycles for group in self.groups_of(cycle))
         answered = self.answer(cycles, [SPLIT] * len(cycles))
         late = [component for component in self.waiting_components() if self.out_of_time_at(component) <= now]
         return answered | self.answer(late, [SPLIT if differs(self.votes, its) else TIMEOUT for its in late])
@@ -192,6 +201,8 @@ class Oracle:
     def outcome(self, component: Sequence[int]) -> str:
         """The gravest that applies to a component of waiting votes; what was decided on their spans tells it, too."""
         own = verdict(self.votes, component)
+        if own == PLAN and any(self.answers[older] == WAITS for older in older_than(self.votes, component)):
+            own = SPLIT
         told = {own}
         for member, group, span in needs(self.votes, component):
             decided = self.decided_on(group, span)
@@ -207,16 +218,15 @@ class Oracle:
     def out_of_time_at(self, places: Collection[int]) -> float:
         return min(self.cast_at[place] + self.timeouts_s[place] for place in places)
 
-    def groups_of(self, places: Collection[int]) -> frozenset[Group]:
-        return frozenset(group for place in places for group in self.votes[place].spans)
+    def groups_of(self, places: Collection[int]) -> set[Group]:
+        return {group for place in places for group in self.votes[place].spans}
 
     def cycle_due_at(self, cycle: Collection[int]) -> float:
         """When it has stood for its grace, or the first of its votes is out of time; at once if it stood before."""
         closed_at = max(self.cast_at[place] for place in cycle)
-        if self.groups_of(cycle) in self.stood:
+        if self.groups_of(cycle) <= self.stood:
             return closed_at
-        grace_s = min(self.cycle_grace_s, *(self.timeouts_s[place] / 2 for place in cycle))
-        return min(closed_at + grace_s, self.out_of_time_at(cycle))
+        return min(closed_at + self.cycle_grace_s, self.out_of_time_at(cycle))
 
     def waiting_components(self, but: int | None = None) -> list[list[int]]:
         """Those of the votes without an answer; all votes, or all but one."""
@@ -241,9 +251,7 @@ class Oracle:
         stuck = {
             one for one in numbers if reaches[one] & on_cycle and any(one in reaches[cyclic] for cyclic in on_cycle)
         }
-        touch = {
-            one: {other for other in stuck if other in waits_for[one] or one in waits_for[other]} for one in stuck
-        }
+        touch = {one: {other for other in stuck if other in waits_for[one] or one in waits_for[other]} for one in stuck}
         together = {frozenset(reached_from(one, touch)) for one in stuck}
         return [[place for number in sorted(one) for place in waiting[number]] for one in together]
 

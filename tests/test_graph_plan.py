@@ -1197,14 +1197,6 @@ def test_open_exchanges_are_bounded(monkeypatch):
     assert again[0] == [(2, START, bytes(4))], "there is room again"
 
 
-def test_closed_rounds_say_nothing_more():
-    job = Job()
-    job.split(A, B)
-    job.rounds.close()
-    assert job.rounds.tick(1e9) == job.rounds.drop_rank(0, 0.0) == job.rounds.take(0, 1, SHARE, b"", 0.0) == []
-    assert job.rounds.next_deadline() is None
-
-
 def test_whatever_happens_every_promise_is_kept():
     """One seed draws everything. A yes goes to all the ranks of the exchange, which gave one plan. In the end nobody
     waits for an answer."""
