@@ -10,6 +10,7 @@ What follows a split is done by *extras*, in files that may be absent: `_graph_p
 wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` says all that the core knows of them.
 """
 
+import contextlib
 import errno
 import hmac
 import importlib
@@ -532,6 +533,8 @@ class Server:
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         sent = 0
+        if connection.ending:
+            return
         if not connection.unsent:
             try:
                 sent = connection.sock.send(data)
@@ -547,7 +550,8 @@ class Server:
         if connection.unsent_bytes > MAX_UNSENT_BYTES:
             # The next read drops it: that answers other votes, and the caller may be in the middle of answering some.
             connection.ending = "it does not read what is sent to it"
-            connection.sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it may be gone already
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _flush(self, connection: _Connection) -> None:
         unsent = connection.unsent

@@ -341,7 +341,7 @@ class Decoder:
                 if end > size:
                     self._needed = end - start
                     break
-                if length < 1 + fixed.size or (tail is None and length > 1 + fixed.size):
+                if length < 1 + fixed.size:
                     raise ValueError(f"it has {length} bytes")
                 fields = fixed.unpack_from(data, body)
                 if tail is not None:
