@@ -572,9 +572,7 @@ def submit_handshake(
     Raises:
         As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
-    return DispatchGate(
-        executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=HandshakeStage.DISPATCH_STAGE
-    ).vote()
+    return submit_handshake_async(executable_fingerprint, pg_to_num_collectives, graph_module_str).result()
 
 
 def submit_handshake_async(
@@ -585,8 +583,10 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    ballot = _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str, partial)
-    return Ticket(*ballot.cast(), executable_fingerprint, graph_module_str)
+    stage = HandshakeStage.DISPATCH_STAGE
+    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage)
+    session, pending = (Handshake()._session, None) if gate._remembered else gate._cast(partial)
+    return Ticket(session, pending, executable_fingerprint, graph_module_str)
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -594,42 +594,6 @@ def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) ->
     moves on, and nobody votes."""
     for group, number in _vocabulary.collectives_by_group({pg: num_collectives}).items():
         Handshake()._session.client.record_eager(group, number)
-
-
-class _Ballot:
-    """A graph that votes, once or at each dispatch. Its groups are resolved once for each session."""
-
-    def __init__(
-        self, fingerprint: str, pg_to_num_collectives: Mapping[Any, int], text: GraphText, partial: bool = False
-    ) -> None:
-        if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= _vocabulary.MAX_FINGERPRINT_CHARACTERS:
-            CollectiveHandshakeRequest(RankCollectiveCounts(), fingerprint, 0)  # says what is wrong with it
-        self.fingerprint = fingerprint
-        self.text = text
-        self._digest = _vocabulary.fingerprint_digest(fingerprint)
-        self._partial = partial
-        self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
-        self._session: _Session | None = None
-        self._takes: list[tuple[_client.Line, int]] = []
-        self._flags = 0
-
-    def _resolve(self) -> _Session:
-        session = Handshake()._session
-        if has_collectives_between_ranks(self._collectives):
-            for group in [group for group, number in self._collectives.items() if number]:
-                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
-            self._takes = session.connected().resolve(self._collectives)
-        self._flags = session.flags(self.text, self._partial)
-        self._session = session
-        return session
-
-    def cast(self) -> tuple[_Session, _client.PendingVote | None]:
-        """Counts and votes; None where there is nothing to vote on."""
-        session = self._session
-        if session is None or session.closed:
-            session = self._resolve()
-        takes = self._takes
-        return session, session.client.vote(takes, self._digest, self._flags) if takes else None
 
 
 class DispatchGate:
@@ -651,12 +615,18 @@ class DispatchGate:
     ) -> None:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
         that of the open handshake by default, as `should_handshake` takes it."""
-        self._ballot = _Ballot(executable_fingerprint, pg_to_num_collectives, graph_module_str)
+        self._fingerprint, self._text = executable_fingerprint, graph_module_str
+        self._digest = _vocabulary.fingerprint_digest(_checked(executable_fingerprint))
+        self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
         self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
+        # Of the session in which it voted last; its groups are resolved once for each.
+        self._session: _Session | None = None
+        self._takes: list[tuple[_client.Line, int]] = []
+        self._flags = 0
         self._remembered: bool | None = None
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
-        elif not has_collectives_between_ranks(pg_to_num_collectives):
+        elif not has_collectives_between_ranks(self._collectives):
             self._remembered = True
         elif self.stage is HandshakeStage.COMPILE_STAGE:
             self._remembered = self.vote()
@@ -665,9 +635,25 @@ class DispatchGate:
         """Whether this dispatch runs fat."""
         if self._remembered is not None:
             return self._remembered
-        ballot = self._ballot
-        session, pending = ballot.cast()
-        return True if pending is None else _verdict(session, pending, ballot.fingerprint, ballot.text)
+        session, pending = self._cast()
+        return _verdict(session, pending, self._fingerprint, self._text)
+
+    def _cast(self, partial: bool = False) -> "tuple[_Session, _client.PendingVote]":
+        session = self._session
+        if session is None or session.closed:
+            session = Handshake()._session
+            for group in [group for group, number in self._collectives.items() if number]:
+                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
+            self._takes = session.connected().resolve(self._collectives)
+            self._flags = session.flags(self._text, partial)
+            self._session = session
+        return session, session.client.vote(self._takes, self._digest, self._flags)
+
+
+def _checked(fingerprint: Any) -> str:
+    if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= _vocabulary.MAX_FINGERPRINT_CHARACTERS:
+        CollectiveHandshakeRequest(RankCollectiveCounts(), fingerprint, 0)  # says what is wrong with it
+    return str(fingerprint)
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks
