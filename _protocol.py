@@ -211,6 +211,13 @@ def _spans(number: int) -> struct.Struct:
     return struct.Struct("!" + _SPAN.format[1:] * number)
 
 
+def _read_spans(data: bytes, _: int) -> tuple[int, ...]:
+    spans = _spans(len(data) // _SPAN.size or 1).unpack(data)
+    if 0 in spans[2::3]:
+        raise ValueError("a span is empty")
+    return spans
+
+
 @functools.cache
 def _vote(number: int) -> struct.Struct:
     return struct.Struct(_VOTE.format + _SPAN.format[1:] * number)
@@ -229,7 +236,7 @@ _RANKS = _Tail(
 )
 _SPANS = _Tail(
     lambda spans: _spans(len(spans) // 3).pack(*spans),
-    lambda data, _: _spans(len(data) // _SPAN.size or 1).unpack(data),
+    _read_spans,
     MAX_SPANS * _SPAN.size,
 )
 
@@ -250,6 +257,11 @@ _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     EXTRA: (Extra, struct.Struct("!BIB"), _BYTES),
 }
 _KIND_OF = {row[0]: kind for kind, row in _KINDS.items()}
+# The same for reading: the class, how its fixed fields are read, the least and greatest length, how the tail is read.
+_READERS = {
+    kind: (of_class, fixed.unpack_from, 1 + fixed.size, 1 + fixed.size + (tail[2] if tail else 0), tail and tail.read)
+    for kind, (of_class, fixed, tail) in _KINDS.items()
+}
 
 # Which kinds each side may send, and when.
 FROM_STRANGER = frozenset({HELLO})
@@ -335,17 +347,15 @@ class Decoder:
             try:
                 if kind not in self.kinds:
                     raise ValueError(f"it begins with {data[start : start + 16]!r}, which can't come here")
-                of_class, fixed, tail = _KINDS[kind]
-                if length > 1 + fixed.size + (tail.max_bytes if tail is not None else 0):
+                of_class, unpack, least, most, read = _READERS[kind]
+                if not least <= length <= most:
                     raise ValueError(f"it has {length} bytes")
                 if end > size:
                     self._needed = end - start
                     break
-                if length < 1 + fixed.size:
-                    raise ValueError(f"it has {length} bytes")
-                fields = fixed.unpack_from(data, body)
-                if tail is not None:
-                    fields = (*fields, tail.read(data[body + fixed.size : end], self.world_size))
+                fields = unpack(data, body)
+                if read is not None:
+                    fields += (read(data[start + _LENGTH_BYTES + least : end], self.world_size),)
             except (ValueError, struct.error, RecursionError) as error:
                 self._failure = f"a malformed frame of kind {kind}: {error}"
                 raise HandshakeProtocolError(self._failure) from error

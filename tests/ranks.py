@@ -47,7 +47,8 @@ def job(world_size, coordinator_rank=0, coordinator="thread", timeout_s=PATIENCE
     """The handshakes of all the ranks of a world, in this process. In the end they are closed, the coordinator last."""
     options = {"world_size": world_size, "timeout_s": timeout_s, "host": "127.0.0.1", **options}
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(open_rank(coordinator_rank, coordinator_rank, port=0, coordinator=coordinator, **options))
+        of_first = {"port": 0, "coordinator": coordinator, **options}
+        first = stack.enter_context(open_rank(coordinator_rank, coordinator_rank, **of_first))
         made = {coordinator_rank: first}
         for rank in range(world_size) if ranks is None else ranks:
             if rank != coordinator_rank:

@@ -93,7 +93,7 @@ def test_backend_takes_a_stage_as_the_handshake_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "COMPILE_STAGE")
     assert make_backend().stage is handshake.HandshakeStage.COMPILE_STAGE
     for wrong, complaint in (
-        ({"stage": "SOMETIMES"}, "stage='SOMETIMES' is not a valid stage; use one of OFF, COMPILE_STAGE, DISPATCH_STAGE"),
+        ({"stage": "SOMETIMES"}, "stage='SOMETIMES' is not a valid stage; use one of OFF, COMPILE_STAGE"),
         ({"stage": 5}, "stage=5 is not a valid stage"),
         ({"inner": "llvm"}, "inner='llvm' is not a compiler; use one of eager, inductor"),
     ):
