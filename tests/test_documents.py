@@ -84,43 +84,42 @@ def test_vendoring_lists_the_files_to_copy_and_how_long_they_are() -> None:
     assert vendoring == with_line_counts(vendoring), "run `python tests/test_documents.py`"
 
 
-def imports(text: str) -> set[str]:
-    """Which of our own modules a file imports, anywhere in it but for type checking."""
-    tree = ast.parse(text)
+def imports(text: str, in_functions: bool = True) -> set[str]:
+    """Which of our own modules a file imports, but for type checking."""
     ours = {name.removesuffix(".py") for name in modules()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
     found = set[str]()
-    for node in ast.walk(tree):
+    waiting: list[ast.AST] = [ast.parse(text)]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module} if node.module else {alias.name for alias in node.names}
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif in_functions or not isinstance(node, ast.FunctionDef):
+            waiting += ast.iter_child_nodes(node)
     return found & ours
 
 
 def test_design_says_what_each_file_imports() -> None:
-    rows = {row[0].strip("`"): row for row in tables("DESIGN.md", "The files") if row[0].endswith(".py`")}
+    rows = {row[0].strip("`"): row for row in tables("DESIGN.md", "The files")}
     assert sorted(rows) == list(modules())
     for name, text in modules().items():
-        assert {span for span in code_spans(rows[name][2]) if span.startswith(("_", "handshake"))} == imports(text), name
+        assert set(code_spans(rows[name][2])) == imports(text), name
 
 
 def test_vendoring_says_which_files_an_extra_needs() -> None:
-    """All that it imports, directly or not, and that the core does not hold."""
-    core = [row[0].strip("`") for row in tables("VENDORING.md", "The core")][:-1]
-    texts = modules()
-    for name, _, _, needs, _ in [row for row in tables("VENDORING.md", "The extras") if row[0].endswith(".py`")]:
-        wanted, more = set[str](), {name.strip("`")}
+    """All that it imports when it is imported, directly or not, beside the core."""
+    core = {code_spans(row[0])[0] for row in tables("VENDORING.md", "The core") if code_spans(row[0])}
+    extras = {code_spans(row[0])[0]: row for row in tables("VENDORING.md", "The extras") if code_spans(row[0])}
+    for name, row in extras.items():
+        wanted, more = set[str](), {name}
         while more:
             wanted |= more
-            more = {f"{module}.py" for file in wanted for module in imports(texts[file])} - wanted
-        optional = {"_graph_text.py"} if name == "`_graph_report.py`" else set()  # it looks whether that is there
-        if optional:
-            assert "_graph_text.py" not in code_spans(needs)
-        needed = wanted - {name.strip("`")} - set(core) - optional
-        assert set(code_spans(needs)) == needed, name
+            texts = [read(file) for file in more]
+            more = {f"{module}.py" for text in texts for module in imports(text, in_functions=False)} - wanted
+        assert set(code_spans(row[3])) == wanted - core - {name}, name
 
 
 # ---------------------------------------------------------------------- settings and names
@@ -146,7 +145,7 @@ def test_variables_that_are_named_exist(document: str) -> None:
 
 def test_readme_lists_every_keyword() -> None:
     listed = [span for row in tables("README.md", "Settings") if "TORCH" not in row[0] for span in code_spans(row[0])]
-    keywords = {keyword for keyword in inspect.signature(load("handshake").Handshake).parameters}
+    keywords = set(inspect.signature(load("handshake").Handshake).parameters)
     assert {span for span in listed if span.islower()} == keywords
 
 
