@@ -186,10 +186,12 @@ def clauses(message: str) -> list[str]:
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
-    """The texts in a program; what an f-string fills in is \\0."""
+    """The texts in a program but for docstrings; what an f-string fills in is \\0."""
     inside = set[int]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
+        if isinstance(node, ast.Expr):
+            inside.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
             inside |= {id(part) for part in node.values}
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
