@@ -183,7 +183,7 @@ def main() -> None:
     tell_run(planned)
     tell_equal(planned, skinny)
 
-    tell("\n4. The mend is one line: the bounds in a buffer. All ranks trace one graph, and it runs fat.")
+    tell("\n4. The fix is one line: the bounds in a buffer. All ranks trace one graph, and it runs fat.")
     fat = run(mended=True, partial=False)
     tell_run(fat)
     tell_equal(fat, skinny)
