@@ -40,9 +40,9 @@ _graph_plan = load("_graph_plan")
 WORLD = 4
 COMPILE, DISPATCH = "COMPILE_STAGE", "DISPATCH_STAGE"
 # No scenario waits so long, unless it fails: a vote, a collective, a rank that is still busy with the last scenario.
-VOTE_TIMEOUT_S = 15.0
-COLLECTIVE_TIMEOUT_S = 20.0
-MEET_TIMEOUT_S = 60.0
+VOTE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 90.0
+MEET_TIMEOUT_S = 240.0
 # In `lone_rank`, where a vote has to wait until its timeout.
 SHORT_TIMEOUT_S = 1.0
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.flat_only, pytest.mark.skipif(bool(PACKAGE), reason="r
 
 WORLD = 4
 # The ranks take 30 s on two free processors.
-JOB_TIMEOUT_S = 110.0
+JOB_TIMEOUT_S = 400.0
 
 IN_BOTH_STAGES = [
     "no_divergence",
