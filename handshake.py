@@ -199,7 +199,7 @@ class _Session:
             self._coordinator.abandon()
 
 
-# The one session of this process, and what of it votes need: None where there is none.
+# The one session of this process; None where there is none.
 _session: _Session | None = None
 _session_lock = threading.RLock()
 
@@ -209,6 +209,7 @@ _FORKED = (
     "or make them ranks of their own"
 )
 _forked_ranks: set[int] = set()
+
 
 class _Thread(threading.local):
     """The exchange that each thread has still to go through: the others must not wait for one that can't come."""
@@ -404,19 +405,11 @@ class Ticket:
         if self._answer is None:
             with self._lock:
                 if self._answer is None and self._pending is not None:
-                    self._answer = self._wait(self._pending)
+                    waited_s = _wait(self._session, self._pending)
+                    self._answer = self._pending.outcome == _protocol.FAT or self._not_fat(self._pending, waited_s)
         if isinstance(self._answer, HandshakeError):
             raise self._answer.with_traceback(None)
         return bool(self._answer)
-
-    def _wait(self, pending: _client.PendingVote) -> bool | HandshakeError:
-        session = self._session
-        if not pending.outcome:
-            _leave_exchange()
-            session.client.wait(pending, pending.sent_at + session.wait_s)
-        waited_s = time.monotonic() - pending.sent_at
-        session.count(pending.outcome, waited_s)
-        return pending.outcome == _protocol.FAT or self._not_fat(pending, waited_s)
 
     def _not_fat(self, pending: _client.PendingVote, waited_s: float) -> bool | HandshakeError:
         settings = self._session.settings
@@ -479,16 +472,24 @@ class Ticket:
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
 
 
-def _verdict(session: _Session, pending: _client.PendingVote, fingerprint: str, text: GraphText) -> bool:
-    """Waits for the verdict on a vote. Returns and raises what `Handshake.submit` does."""
+def _wait(session: _Session, pending: _client.PendingVote) -> float:
+    """Waits for the verdict on a vote, and counts it. Returns the seconds that it took."""
     if not pending.outcome:
-        if _thread.exchange is not None:
-            _leave_exchange()
+        _leave_exchange()
         session.client.wait(pending, pending.sent_at + session.wait_s)
-    if pending.outcome != _protocol.FAT:
-        return Ticket(session, pending, fingerprint, text).result()
-    session.count(_protocol.FAT, time.monotonic() - pending.sent_at)
-    return True
+    waited_s = time.monotonic() - pending.sent_at
+    session.count(pending.outcome, waited_s)
+    return waited_s
+
+
+def _verdict(session: _Session, pending: _client.PendingVote, fingerprint: str, text: GraphText) -> bool:
+    """The verdict on a vote, without a ticket where it is fat. Returns and raises what `Handshake.submit` does."""
+    waited_s = _wait(session, pending)
+    if pending.outcome == _protocol.FAT:
+        return True
+    ticket = Ticket(session, pending, fingerprint, text)
+    ticket._answer = ticket._not_fat(pending, waited_s)
+    return ticket.result()
 
 
 def _leave_exchange() -> None:
