@@ -199,7 +199,6 @@ class Client:
         """Counts collectives that were issued outside any graph."""
         with self.lock:
             line = self.line(group)
-            _vocabulary.ProcessGroupCollectiveCount(line.position, 0)
             line.position = _vocabulary.ProcessGroupCollectiveCount(line.position + number, 0).end
 
     # ------------------------------------------------------------------ votes

@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _protocol
     from ._consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
-    from ._vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId, shorten
+    from ._vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 else:
     import _protocol
     from _consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
-    from _vocabulary import HandshakeError, HandshakeProtocolError, ProcessGroupId, shorten
+    from _vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -348,7 +348,7 @@ class Server:
             if message.number in connection.lines or len(connection.lines) >= _protocol.MAX_GROUPS_PER_RANK:
                 raise HandshakeProtocolError(f"group number {message.number} can't be declared")
             try:
-                group = ProcessGroupId(message.ranks)
+                group = as_process_group_id(message)
             except HandshakeError as error:
                 raise HandshakeProtocolError(str(error)) from error
             if rank not in group:
