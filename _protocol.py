@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 if __package__:
-    from ._vocabulary import DIGEST_BYTES, HandshakeProtocolError
+    from ._vocabulary import DIGEST_BYTES, MAX_WORLD_SIZE, HandshakeProtocolError
 else:
-    from _vocabulary import DIGEST_BYTES, HandshakeProtocolError
+    from _vocabulary import DIGEST_BYTES, MAX_WORLD_SIZE, HandshakeProtocolError
 
 MAGIC = b"TPU-HS\r\n"
 VERSION = 2
@@ -51,8 +51,6 @@ MAX_PAYLOAD_BYTES = 2**24
 MAX_SPANS = 4096
 # The groups that one rank may declare over its life.
 MAX_GROUPS_PER_RANK = 65536
-# Ranks of a world.
-MAX_WORLD_SIZE = 2**20
 
 # Outcomes on the wire. The first four are the machine's; a vote that is refused changes nothing.
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5

@@ -28,6 +28,7 @@ MAX_FINGERPRINT_CHARACTERS = 1024
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 DIGEST_BYTES = 16
+MAX_WORLD_SIZE = 2**20  # ranks; a bound for what a peer may say
 # A job has tens of groups; past this many, callers make new ones for each call.
 MAX_FOREIGN_GROUPS = 4096
 # Other classes' groups as ours, by the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks
