@@ -367,6 +367,15 @@ def fingerprint_digest(fingerprint: str) -> bytes:
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
+def usable_fingerprint(fingerprint: Any, ranks: Sequence[int] = ()) -> str:
+    """`fingerprint`. Raises HandshakeConfigError if it can't be one."""
+    if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
+        wanted = f"a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, as executable_fingerprint(text) gives"
+        text = f"executable_fingerprint must be {wanted}, got {shorten(repr(fingerprint))}"
+        raise HandshakeConfigError(text, ranks=ranks)
+    return fingerprint
+
+
 @dataclasses.dataclass
 class CollectiveHandshakeRequest:
     """One graph's vote. Raises HandshakeConfigError for an unusable fingerprint or rank, or where there is no group, or
@@ -380,11 +389,7 @@ class CollectiveHandshakeRequest:
         if not isinstance(self.pg_collective_counts, RankCollectiveCounts):
             self.pg_collective_counts = RankCollectiveCounts(self.pg_collective_counts)
         rank = self.rank = whole_number(self.rank, "rank", least=0)
-        fingerprint = self.executable_fingerprint
-        if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
-            wanted = f"a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, as executable_fingerprint(text) gives"
-            text = f"executable_fingerprint must be {wanted}, got {shorten(repr(fingerprint))}"
-            raise HandshakeConfigError(text, ranks=[rank])
+        usable_fingerprint(self.executable_fingerprint, ranks=[rank])
         if not self.pg_collective_counts:
             raise HandshakeConfigError("a request needs at least one process group", ranks=[rank])
         for group in self.participating_groups:

@@ -277,8 +277,7 @@ class Handshake:
                     _vocabulary.given_group_naming = groups
                 else:
                     session.settings.must_agree_with(given)
-        if session.endpoint is not None:
-            session.publish()
+        session.publish()
         self._session = session
 
     @property
@@ -617,7 +616,7 @@ class DispatchGate:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
         that of the open handshake by default, as `should_handshake` takes it."""
         self._fingerprint, self._text = executable_fingerprint, graph_module_str
-        self._digest = _vocabulary.fingerprint_digest(_checked(executable_fingerprint))
+        self._digest = _vocabulary.fingerprint_digest(_vocabulary.usable_fingerprint(executable_fingerprint))
         self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
         self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
         # Of the session in which it voted last; its groups are resolved once for each.
@@ -651,12 +650,6 @@ class DispatchGate:
         return session, session.client.vote(self._takes, self._digest, self._flags)
 
 
-def _checked(fingerprint: Any) -> str:
-    if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= _vocabulary.MAX_FINGERPRINT_CHARACTERS:
-        CollectiveHandshakeRequest(RankCollectiveCounts(), fingerprint, 0)  # says what is wrong with it
-    return str(fingerprint)
-
-
 # ---------------------------------------------------------------------- the end of the process, and forks
 
 
@@ -676,8 +669,7 @@ def _forget_after_fork() -> None:
 
 
 atexit.register(_close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def main(arguments: list[str]) -> int:
