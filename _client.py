@@ -143,6 +143,7 @@ class Client:
         self.coordinator: dict[str, Any] = {}  # what the welcome said of it
         self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
         self.channels: dict[int, PendingVote] = {}  # votes about which extras go on talking
+        self.eager: Mapping[_vocabulary.ProcessGroupId, int] = {}  # counted before it: lines begin there
         self.rank = rank
         self._world_size = world_size
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
@@ -177,6 +178,7 @@ class Client:
                     f"can name; reuse groups, rather than making new ones for ever"
                 )
             line = self._lines[group] = Line(group.ranks)
+            line.position = self.eager.get(group, 0)
             line.number = len(self._lines)
             self.ahead.append(_protocol.encode(_protocol.Group(line.number, group.ranks)))
         return line

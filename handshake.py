@@ -199,8 +199,9 @@ class _Session:
             self._coordinator.abandon()
 
 
-# The one session of this process; None where there is none.
+# The one session of this process; None where there is none. And what was recorded while there was none.
 _session: _Session | None = None
+_recorded: dict[ProcessGroupId, int] = {}
 _session_lock = threading.RLock()
 
 # Why a forked child can't vote for the rank whose handshake was open in its parent.
@@ -263,7 +264,7 @@ class Handshake:
             HandshakeConfigError: a value can't be used, differs from the open handshake's, or the port is taken.
             HandshakePeerLostError: the job's store, in which the coordinator is published, failed.
         """
-        global _session
+        global _session, _recorded
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         session = _session
         if session is None or session.closed or given:
@@ -273,7 +274,9 @@ class Handshake:
                     settings = _rendezvous.Settings.resolve(given)
                     if settings.rank in _forked_ranks:
                         raise HandshakeError(f"rank {settings.rank}: {_FORKED}")
-                    session = _session = _Session(settings)
+                    session = _Session(settings)
+                    session.client.eager, _recorded = _recorded, {}
+                    _session = session
                     _vocabulary.given_group_naming = groups
                 else:
                     session.settings.must_agree_with(given)
@@ -591,9 +594,13 @@ def submit_handshake_async(
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
-    moves on, and nobody votes."""
+    moves on, and nobody votes. Starts and connects nothing: without a session it is kept for the next one."""
     for group, number in _vocabulary.collectives_by_group({pg: num_collectives}).items():
-        Handshake()._session.client.record_eager(group, number)
+        with _session_lock:
+            if _session is None or _session.closed:
+                _recorded[group] = ProcessGroupCollectiveCount(_recorded.get(group, 0) + number, 0).end
+                continue
+        _session.client.record_eager(group, number)
 
 
 class DispatchGate:
@@ -660,6 +667,7 @@ def _close() -> None:
 
 def _forget_after_fork() -> None:
     global _session, _session_lock
+    _recorded.clear()
     _session_lock = threading.RLock()
     if _session is not None and not _session.closed and _session.settings.world_size > 1:
         _forked_ranks.add(_session.settings.rank)

@@ -649,6 +649,27 @@ def test_submit_handshake_counts_and_votes_whatever_the_stage(stage, monkeypatch
         assert together(mine, lambda: theirs(one)) == [(True, True, False)] * 2
 
 
+def test_eager_collectives_are_recorded_without_a_session_and_start_none(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def both(other, start):
+        vote = request(1, (PAIR, start, 1), fingerprint="same")
+        return together(lambda: handshake.submit_handshake("same", {Group(PAIR): 1}), lambda: other.submit(vote))
+
+    for first in (3, 5):
+        handshake.record_eager_collectives(Group(PAIR), first)
+        handshake.record_eager_collectives(_vocabulary.ProcessGroupId(PAIR), 2)
+        with pytest.raises(_vocabulary.HandshakeConfigError):
+            handshake.record_eager_collectives(Group(PAIR), 2**64)
+        assert handshake._session is None or handshake._session.closed
+        with two_ranks() as (_, one):
+            handshake.record_eager_collectives(Group(PAIR), 1)
+            assert both(one, first + 3) == [True, True]
+    with two_ranks() as (_, one):
+        assert both(one, 0) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("fingerprint", "counted"),
     [
