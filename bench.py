@@ -55,7 +55,8 @@ VERDICT_BYTES = len(_protocol.encode_verdict(0, _protocol.FAT))
 def groups_of(rank: int, world_size: int, kind: str) -> dict[handshake.ProcessGroupId, int]:
     """The groups of a rank's graph, with one collective on each: the world, or a row of two and the world."""
     first = rank - rank % 2
-    groups = [range(first, first + 2), range(world_size)] if kind == "gate2" else [range(world_size)]
+    row = range(first, min(first + 2, world_size))
+    groups = [row, range(world_size)] if kind == "gate2" else [range(world_size)]
     return {handshake.ProcessGroupId(ranks): 1 for ranks in groups}
 
 
@@ -203,19 +204,22 @@ def dispatches(ranks: Sequence[int], rounds: int, votes: int) -> Iterator[list[s
     """The rows of the table of what a dispatch pays."""
     ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for world_size in ranks:
-        best = dict.fromkeys(("star", *KINDS), (math.inf, math.inf))
+        # In a world of two, the row is the world.
+        kinds = [kind for kind in KINDS if kind != "gate2" or world_size > 2]
+        best = dict.fromkeys(("star", *kinds), (math.inf, math.inf))
         for _ in range(rounds):
             for kind in best:
                 seconds, cpu = measure(kind, world_size, votes)
                 best[kind] = min(best[kind][0], seconds), min(best[kind][1], cpu)
         star_s, star_cpu = best["star"]
-        for kind, name in KINDS.items():
+        for kind in kinds:
             seconds, cpu = best[kind]
             ratios[kind].append(seconds / star_s)
             figures = [microseconds(seconds), microseconds(star_s), f"{seconds / star_s:.2f}"]
-            yield [name, str(world_size), *figures, f"{(cpu - star_cpu) * 1e6:.1f}"]
+            yield [KINDS[kind], str(world_size), *figures, f"{(cpu - star_cpu) * 1e6:.1f}"]
     for kind, name in KINDS.items():
-        yield [name, "all", "", "", f"{statistics.geometric_mean(ratios[kind]):.2f}", ""]
+        if ratios[kind]:
+            yield [name, "all", "", "", f"{statistics.geometric_mean(ratios[kind]):.2f}", ""]
 
 
 # ---------------------------------------------------------------------- simulated ranks
@@ -278,7 +282,7 @@ def simulations(sizes: Sequence[int], rounds: int) -> Iterator[list[str]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for world_size in sizes:
         if hard != resource.RLIM_INFINITY and hard < world_size + SPARE_FILES:
-            yield [str(world_size), f"left out: at most {hard} files can be open (ulimit -n)", "", "", "", ""]
+            yield [str(world_size), f"left out: at most {hard} files can be open (ulimit -n)", "", "", ""]
             continue
         star = min(simulated_star_cpu(world_size) for _ in range(rounds))
         one = min(simulated_cpu(world_size, two_groups=False) for _ in range(rounds)) - star
@@ -386,6 +390,8 @@ def main() -> None:
         roles: dict[str, Any] = {"rank": run_rank, "star_rank": run_star_rank, "star_server": run_star_server}
         roles[role](*rest)
         return
+    if min(arguments.ranks) < 2:
+        parser.error("argument --ranks: a world of one rank has nothing to agree on")
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, all ranks on this machine")
     show(
         "What a dispatch pays: median of one handshake, best of the rounds; the coordinator's CPU beyond the star's",

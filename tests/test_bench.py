@@ -13,11 +13,11 @@ pytestmark = pytest.mark.flat_only
 PATIENCE_S = 100.0
 
 
-@pytest.fixture(scope="module")
-def printed():
-    arguments = ["--ranks", "2", "--simulated", "16", "--rounds", "1", "--votes", "40"]
+def bench(*arguments, files=None):
+    """What it prints; with a limit on its open files, if one is given."""
+    limited = ["sh", "-c", f'ulimit -n {files} && exec "$0" "$@"'] if files else []
     finished = subprocess.run(
-        [sys.executable, str(PROJECT / "bench.py"), *arguments],
+        [*limited, sys.executable, str(PROJECT / "bench.py"), *arguments],
         env=child_environment(),
         capture_output=True,
         text=True,
@@ -25,6 +25,11 @@ def printed():
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def printed():
+    return bench("--ranks", "4", "--simulated", "16", "--rounds", "1", "--votes", "40")
 
 
 def rows(text, title):
@@ -41,13 +46,26 @@ def test_what_a_dispatch_calls_comes_first(printed):
         "Handshake.submit(), one group",
     ]
     for _, ranks, handshake, star, ratio, _cpu in table[:3]:
-        assert ranks == "2"
+        assert ranks == "4"
         seconds, floor = (float(figure.removesuffix(" µs")) for figure in (handshake, star))
         assert floor > 0
         # The ratio is of what was measured, and the times are printed to whole microseconds.
         assert (seconds - 0.5) / (floor + 0.5) - 0.01 <= float(ratio) <= (seconds + 0.5) / (floor - 0.5) + 0.01
     # One size: the mean of all is its own.
     assert [row[-1] for row in table[3:]] == [row[4] for row in table[:3]]
+
+
+def test_other_worlds():
+    # With so few files as can hold 16 ranks, and not 4,096.
+    text = bench("--ranks", "2", "3", "--simulated", "16", "4096", "--rounds", "1", "--votes", "40", files=200)
+    table = rows(text, "What a dispatch pays")
+    one, two = (f"DispatchGate.vote(), {groups}" for groups in ("one group", "two groups"))
+    submit = "Handshake.submit(), one group"
+    assert [row[:2] for row in table[:5]] == [[one, "2"], [submit, "2"], [one, "3"], [two, "3"], [submit, "3"]]
+    assert [row[:2] for row in table[5:]] == [[one, "all"], [two, "all"], [submit, "all"]]
+    [simulated, left_out] = rows(text, "The coordinator's own CPU")
+    assert simulated[0] == "16" and len(simulated) == 5
+    assert left_out == ["4096", "left out: at most 200 files can be open (ulimit -n)"]
 
 
 def test_simulated_ranks_and_small_figures(printed):
