@@ -1098,22 +1098,18 @@ def test_a_rank_that_says_two_things(first, second):
     assert job.called_off() == dict.fromkeys(range(3), "rank 0 is out of step")
 
 
-def test_agree_while_others_intersect():
+@pytest.mark.parametrize(
+    ("graphs", "of_rank_0", "of_rank_1"),
+    [((A, A, B), (INTERSECT, A), (AGREE, A)), ((A, B), (AGREE, A), (INTERSECT, b"\xff"))],
+    ids=["agree while others intersect", "intersect after agree"],
+)
+def test_a_rank_at_another_step_than_the_one_before_it(graphs, of_rank_0, of_rank_1):
     job = Job()
-    job.split(A, A, B)
+    job.split(*graphs)
     job.to_intersect()
-    job.part(0, INTERSECT, A)
-    job.part(1, AGREE, A)
-    assert job.called_off() == dict.fromkeys(range(3), "rank 1 is out of step")
-
-
-def test_intersect_after_agree():
-    job = Job()
-    job.split(A, B)
-    job.to_intersect()
-    job.part(0, AGREE, A)
-    job.part(1, INTERSECT, b"\xff")
-    assert job.called_off() == dict.fromkeys(range(2), "rank 1 is out of step")
+    job.part(0, *of_rank_0)
+    job.part(1, *of_rank_1)
+    assert job.called_off() == dict.fromkeys(range(len(graphs)), "rank 1 is out of step")
 
 
 def test_only_the_reference_rank_shares():
