@@ -11,6 +11,7 @@ last one waits a moment for the one that fills it.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if __package__:
@@ -36,18 +37,13 @@ logger = logging.getLogger("torch_tpu.handshake")
 # How long a vote waits for the one that fills the gap before it. The other thread has counted already and is on its
 # way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
 GAP_WAIT_S = 1.0
-# Gaps of one line that are remembered, for votes that come later still: about as many as threads compile at once.
-MAX_GAPS = 16
-# The coordinator ends every wait at its timeout; so much later the rank concludes that it hangs.
-COORDINATOR_GRACE_S = 10.0
-# A reading thread looks up so often, to see whether anybody has waited too long.
-LOOK_UP_S = 1
-# A coordinator that takes nothing for so long hangs, or its host does.
-SEND_WITHIN_S = 10
-# What the last bytes (a goodbye) may wait for another thread's.
-CLOSE_WITHIN_S = 1.0
-# Between two attempts to connect; and one address may keep an attempt busy so long.
-FIRST_RETRY_S, LAST_RETRY_S, ATTEMPT_S = 0.02, 0.5, 5.0
+MAX_GAPS = 16  # of one line that are remembered, for votes that come later still: about as many as threads compile
+COORDINATOR_GRACE_S = 10.0  # the coordinator ends every wait at its timeout; so much later a rank takes it for hung
+LOOK_UP_S = 1  # so often a thread that reads looks whether anybody has waited too long
+SEND_WITHIN_S = 10  # a coordinator that takes nothing for so long hangs, or its host does
+CLOSE_WITHIN_S = 1.0  # what the last bytes (a goodbye) may wait for another thread's
+FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5  # between two attempts to connect
+ATTEMPT_S = 5.0  # what one address may keep an attempt busy
 READ_BYTES = 65536
 # A host that vanishes without a word is noticed after idle + count * interval: half a minute.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -62,106 +58,94 @@ def prepare_socket(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Line:
-    """This rank's place on one group's line: `position` is where the next graph starts. `number` names the group on the
-    connection, once it is declared."""
+    """This rank's place on one group's line."""
 
-    __slots__ = ("eager", "gaps", "number", "position", "ranks")
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.position = 0
-        self.number = -1
-        self.eager = 0  # how many of the counted ones were issued outside any graph, where votes are counted elsewhere
-        self.gaps: deque[tuple[int, int]] = deque(maxlen=MAX_GAPS)  # those that were given up waiting for
-
-
-_NO_FACTS: dict[str, Any] = {}
+    group: _vocabulary.ProcessGroupId
+    number: int  # names the group on the connection
+    position: int  # where the next graph starts
+    eager: int = 0  # how many of the counted ones were issued outside any graph, where votes are counted elsewhere
+    gaps: deque[tuple[int, int]] = dataclasses.field(default_factory=lambda: deque(maxlen=MAX_GAPS))  # given up
 
 
 class PendingVote:
-    """A vote that was sent.
+    """A vote that was sent, and what is known of its answer so far."""
 
-    Attributes:
-        outcome: 0 until the verdict is there; then `flags` is, too.
-        facts: what the coordinator says of a verdict that is not FAT.
-        is_abandoned: nobody will ask for its answer.
-        graph_is_asked_for: this rank is to send its graph for a report.
-        mail: what the plan's part in the coordinator sent about it.
-    """
+    outcome = 0  # until the verdict is there, and with it the flags
+    flags = 0
+    facts: Mapping[str, Any] = {}  # what the coordinator says of a verdict that is not FAT
+    # What the plan's part in the coordinator sent about it.
+    mail: deque[_protocol.Extra] = deque(maxlen=0)  # noqa: RUF012
+    graph_is_asked_for = False  # for a report
+    is_abandoned = False  # nobody will ask for its answer
 
-    __slots__ = ("facts", "flags", "graph_is_asked_for", "is_abandoned", "mail", "number", "outcome", "sent_at")
-
-    def __init__(self, number: int, sent_at: float) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.sent_at = sent_at
-        self.outcome = self.flags = 0
-        self.facts = _NO_FACTS
-        self.is_abandoned = self.graph_is_asked_for = False
-        self.mail: deque[_protocol.Extra] | None = None
+        self.sent_at = time.monotonic()
 
 
+@dataclasses.dataclass(eq=False)
 class Channel:
     """What an extra of this rank and its part in the coordinator have to say to one another about one vote."""
 
-    def __init__(self, client: "Client", pending: PendingVote, extra: int, wait_s: float) -> None:
-        self._client = client
-        self._pending = pending
-        self._extra = extra
-        self._wait_s = wait_s
+    client: "Client"
+    pending: PendingVote
+    extra: int
+    wait_s: float
 
     def send(self, step: int, payload: bytes) -> None:
         """Sends a frame."""
-        with self._client.lock:
-            self._client.send(self._frame(step, payload))
+        with self.client.lock:
+            self.client.send(self._frame(step, payload))
 
     def abandon(self, step: int, payload: bytes) -> None:
         """Has a frame sent ahead of the next one. Takes no lock, so that a destructor can call it."""
-        self._client.ahead.append(self._frame(step, payload))
+        self.client.ahead.append(self._frame(step, payload))
         self.close()
 
     def receive(self) -> tuple[int, bytes]:
         """Waits for the next frame: its step and payload. Raises HandshakeError as `Client.wait`."""
-        self._client.wait(self._pending, time.monotonic() + self._wait_s, for_mail=True)
-        message = (self._pending.mail or deque()).popleft()
+        self.client.wait(self.pending, time.monotonic() + self.wait_s, "mail")
+        message = self.pending.mail.popleft()
         return message.step, message.payload
 
     def close(self) -> None:
         """This rank has no more to say or hear; what still comes is dropped."""
-        self._client.channels.pop(self._pending.number, None)
+        self.client._votes.pop(self.pending.number, None)
 
     def _frame(self, step: int, payload: bytes) -> bytes:
-        return _protocol.encode(_protocol.Extra(self._extra, self._pending.number, step, payload))
+        return _protocol.encode(_protocol.Extra(self.extra, self.pending.number, step, payload))
 
 
 class Client:
     """The lines of one rank, and its connection once there is one."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self._world_size = world_size
         self.lock = threading.Lock()  # for the lines, and for what is sent
         self.bytes_sent = 0
         self.coordinator: dict[str, Any] = {}  # what the welcome said of it
         self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
-        self.channels: dict[int, PendingVote] = {}  # votes about which extras go on talking
         self.eager: Mapping[_vocabulary.ProcessGroupId, int] = {}  # counted before it: lines begin there
-        self.rank = rank
-        self._world_size = world_size
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._sent = threading.Condition(self.lock)  # notified when a vote has left
         self._votes_wait_for_others = 0
         self._number = 0
-        self._votes: dict[int, PendingVote] = {}
+        self._votes: dict[int, PendingVote] = {}  # those without a verdict, and those about which a plan is sought
         # Reentrant, because a signal handler's exception can come between taking it and `try`: it stays taken then, and
         # its thread must be able to read on.
         self._reading = threading.RLock()
         self._turn = threading.Condition()
         self._others_wait = 0
         self._quiet_at = 0.0  # when the last read began that found nothing
-        self._sock: Any = None  # once it is connected
+        self.is_connected = False
+        self._sock: Any = None  # once it is
         self._decoder = _protocol.Decoder(_protocol.FROM_COORDINATOR)
         self._failure: tuple[type[HandshakeError], str] | None = None
 
-    # ------------------------------------------------------------------ lines
+    # ------------------------------------------------------------------ votes
 
     def line(self, group: _vocabulary.ProcessGroupId) -> Line:
         """This rank's line of a group, declared ahead of the next vote if it is new. `lock` is held. Raises
@@ -172,38 +156,32 @@ class Client:
             if self.rank not in group:
                 text = f"rank {self.rank} votes on a group that it is not in ({_vocabulary.format_ranks(group)})"
                 raise HandshakeConfigError(text, ranks=[self.rank], group=group.ranks)
-            if len(self._lines) >= _protocol.MAX_GROUPS_PER_RANK:
+            number = len(self._lines) + 1
+            if number > _protocol.MAX_GROUPS_PER_RANK:
                 raise HandshakeConfigError(
                     f"rank {self.rank} has voted on {len(self._lines)} process groups, which is all that a connection "
                     f"can name; reuse groups, rather than making new ones for ever"
                 )
-            line = self._lines[group] = Line(group.ranks)
-            line.position = self.eager.get(group, 0)
-            line.number = len(self._lines)
-            self.ahead.append(_protocol.encode(_protocol.Group(line.number, group.ranks)))
+            line = self._lines[group] = Line(group, number, self.eager.get(group, 0))
+            self.ahead.append(_protocol.encode(_protocol.Group(number, group.ranks)))
         return line
 
     def resolve(self, collectives: Mapping[_vocabulary.ProcessGroupId, int]) -> list[tuple[Line, int]]:
         """The lines of a graph's groups, with how many collectives it issues on each; those alone that meet others.
-
-        Raises:
-            HandshakeConfigError: as `line`, or the graph is on too many groups. Nothing has changed then.
-        """
-        meets = [(group, number) for group, number in collectives.items() if number and len(group) > 1]
-        if len(meets) > _protocol.MAX_SPANS:
-            raise _too_many_groups(len(meets))
-        for _, number in meets:
-            _vocabulary.ProcessGroupCollectiveCount(0, number)  # says what is wrong with it
+        Raises HandshakeConfigError as `line`, and where the graph has too many groups, or collectives on one."""
         with self.lock:
-            return [(self.line(group), number) for group, number in meets]
+            takes = [(self.line(group), number) for group, number in collectives.items() if number and len(group) > 1]
+        for _, number in takes:
+            _vocabulary.ProcessGroupCollectiveCount(0, number)  # says what is wrong with it
+        if len(takes) > _protocol.MAX_SPANS:
+            raise _too_many_groups(len(takes))
+        return takes
 
     def record_eager(self, group: _vocabulary.ProcessGroupId, number: int) -> None:
         """Counts collectives that were issued outside any graph."""
         with self.lock:
             line = self.line(group)
             line.position = _vocabulary.ProcessGroupCollectiveCount(line.position + number, 0).end
-
-    # ------------------------------------------------------------------ votes
 
     def vote(self, takes: Sequence[tuple[Line, int]], digest: bytes, flags: int) -> PendingVote:
         """Counts a graph's collectives, and sends its vote, in one step.
@@ -223,42 +201,27 @@ class Client:
                 line.position += number
             return self._cast(spans, digest, flags)
 
-    def _cast(self, spans: Sequence[int], digest: bytes, flags: int) -> PendingVote:
-        number = self._number = self._number + 1 & 0xFFFFFFFF
-        # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
-        pending = self._votes[number] = PendingVote(number, time.monotonic())
-        self.send(_protocol.encode_vote(number, flags, digest, spans))
-        return pending
-
     def vote_counted(
         self, counts: _vocabulary.RankCollectiveCounts, digest: bytes, flags: int
     ) -> PendingVote | None:
-        """`vote` for spans that the caller has counted, once it is their turn on their lines.
-
-        Returns:
-            None if the graph meets no other rank.
-
-        Raises:
-            HandshakeConfigError: as `resolve`. Nothing was sent then.
-            HandshakeError: the connection is lost.
-        """
+        """`vote` for spans that the caller has counted, once it is their turn on their lines. None if the graph meets
+        no other rank. Raises as `resolve` (nothing was sent then) and `vote`."""
         with self.lock:
             takes: list[tuple[Line, int, int]] = []
             in_turn = True
-            for group, count in counts.items():
-                if count.num_collectives_in_graph and len(group.ranks) > 1:
+            for group, count in counts._pg_to_count.items():
+                number = count.num_collectives_in_graph
+                if number and len(group.ranks) > 1:
                     line = self._lines.get(group) or self.line(group)
-                    takes.append((line, count.collective_count_before, count.num_collectives_in_graph))
-                    in_turn = in_turn and line.position == count.collective_count_before
-            if not takes:
-                return None
+                    start = count.collective_count_before
+                    takes.append((line, start, number))
+                    in_turn = in_turn and start == line.position
             if len(takes) > _protocol.MAX_SPANS:
                 raise _too_many_groups(len(takes))
             if not in_turn:
-                eager = {self._lines[group]: number for group, number in counts._eager.items() if group in self._lines}
-                takes, late = self._wait_for_turn(takes, eager)
+                takes, late = self._wait_for_turn(takes, counts._eager)
                 if late and not takes:
-                    answered = PendingVote(0, time.monotonic())
+                    answered = PendingVote(0)
                     answered.facts, answered.outcome = {"reason": late}, _protocol.SPLIT
                     return answered
                 if late:
@@ -269,23 +232,26 @@ class Client:
             for line, start, number in takes:
                 spans += (line.number, start, number)
                 line.position = max(line.position, start + number)  # to go back is for the coordinator to refuse
-            pending = self._cast(spans, digest, flags)
-            if self._votes_wait_for_others:
-                self._sent.notify_all()
+            return self._cast(spans, digest, flags) if spans else None
+
+    def _cast(self, spans: Sequence[int], digest: bytes, flags: int) -> PendingVote:
+        number = self._number = self._number + 1 & 0xFFFFFFFF
+        # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
+        pending = self._votes[number] = PendingVote(number)
+        self.send(_protocol.encode_vote(number, flags, digest, spans))
+        if self._votes_wait_for_others:
+            self._sent.notify_all()
         return pending
 
     def _wait_for_turn(
-        self, takes: list[tuple[Line, int, int]], eager: Mapping[Line, int]
+        self, takes: list[tuple[Line, int, int]], eager: Mapping[_vocabulary.ProcessGroupId, int]
     ) -> tuple[list[tuple[Line, int, int]], str]:
         """Waits a moment while positions before these are neither voted on nor recorded as eager. Returns those that
         are not in a gap that was given up before, and what became of the others."""
 
         def gaps() -> list[tuple[Line, int]]:
-            return [
-                (line, start)
-                for line, start, _ in takes
-                if start - line.position > max(0, eager.get(line, 0) - line.eager)
-            ]
+            found = [(line, start, eager.get(line.group, 0) - line.eager) for line, start, _ in takes]
+            return [(line, start) for line, start, recorded in found if start - line.position > max(0, recorded)]
 
         self._votes_wait_for_others += 1
         try:
@@ -294,155 +260,144 @@ class Client:
             self._votes_wait_for_others -= 1
         for line, start in gaps():
             line.gaps.append((line.position, start))
-        in_time, reason = [], ""
+        in_time, late = [], ""
         for line, start, number in takes:
-            line.eager = max(line.eager, eager.get(line, 0))
+            line.eager = max(line.eager, eager.get(line.group, 0))
             if start < line.position and any(first <= start and start + number <= last for first, last in line.gaps):
-                reason = (
+                late = (
                     f"rank {self.rank}'s vote at [{start}, {start + number}) on "
-                    f"{_vocabulary.format_ranks(line.ranks)} came more than {GAP_WAIT_S:g} s after a later one of "
+                    f"{_vocabulary.format_ranks(line.group)} came more than {GAP_WAIT_S:g} s after a later one of "
                     f"another thread, which was sent without it: the others have gone on split"
                 )
             else:
                 in_time.append((line, start, number))
-        return in_time, reason
+        return in_time, late
 
     def give_up(self, pending: PendingVote) -> None:
         """Nobody will ask for this vote's answer. Takes no lock, so that a destructor can call it."""
         pending.is_abandoned = True
-        if pending.number in self.channels:
+        if pending.outcome and pending.number in self._votes:
             self._call_off(pending)
 
     def _call_off(self, pending: PendingVote) -> None:
         Channel(self, pending, _protocol.PLANS, 0.0).abandon(_protocol.CALL_OFF, b"its ticket was thrown away")
 
-    # ------------------------------------------------------------------ waiting
+    # ------------------------------------------------------------------ answers
 
-    def wait(self, pending: PendingVote, deadline: float, for_mail: bool = False) -> None:
-        """Blocks until the verdict, or mail, is there.
+    def wait(self, pending: PendingVote, deadline: float, wanted: str = "outcome") -> None:
+        """Blocks until the verdict ("outcome") or "mail" is there.
 
         Raises:
             HandshakePeerLostError: the coordinator is gone.
             HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
             HandshakeTimeoutError: the coordinator has said nothing until the deadline, a time of `time.monotonic`.
         """
-        while not (pending.mail if for_mail else pending.outcome):
-            if self._reading.acquire(False):
+        while not getattr(pending, wanted):
+            reads = self._reading.acquire(False)
+            if not reads:
+                with self._turn:
+                    self._others_wait += 1  # from now on, who stops reading wakes this thread
+                    try:
+                        reads = self._reading.acquire(False)
+                        if not reads and not getattr(pending, wanted):
+                            self._turn.wait(LOOK_UP_S)
+                    finally:
+                        self._others_wait -= 1
+            if reads:
                 try:
-                    while self._failure is None and self._quiet_at < deadline:
+                    while self._failure is None and self._quiet_at < deadline and not getattr(pending, wanted):
                         self._read()
-                        if pending.mail if for_mail else pending.outcome:
-                            return
                 finally:
                     self._reading.release()
                     if self._others_wait:
                         self._wake_others()
-            else:
-                with self._turn:
-                    self._others_wait += 1
-                    try:
-                        if not (pending.mail if for_mail else pending.outcome) and not self._nobody_reads():
-                            self._turn.wait(LOOK_UP_S)
-                    finally:
-                        self._others_wait -= 1
             # Not by the clock alone: what came while this process was stopped has yet to be read.
             is_over = self._quiet_at >= deadline
-            if not (pending.mail if for_mail else pending.outcome):
+            if not getattr(pending, wanted):
                 self._raise_failure()
                 if is_over:
-                    raise self._no_answer()
-
-    def _nobody_reads(self) -> bool:
-        if self._reading.acquire(False):
-            self._reading.release()
-            return True
-        return False
+                    raise _vocabulary.HandshakeTimeoutError(
+                        f"rank {self.rank}: {self._coordinator_name()} has not answered in time, and not ended the "
+                        f"wait either: its process hangs, or its host is not reachable any more. Look at that process",
+                        ranks=[int(self.coordinator["rank"])],
+                    )
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
         with contextlib.suppress(HandshakeError):
-            self.wait(PendingVote(0, 0.0), float("inf"))
+            self.wait(PendingVote(0), float("inf"))
 
     def _wake_others(self) -> None:
         with self._turn:
             self._turn.notify_all()
 
-    def _read(self) -> bool:
-        """Reads once, for LOOK_UP_S at most, and hands out what came. Returns whether there may be more."""
+    def _read(self) -> None:
+        """Reads once, for LOOK_UP_S at most, and hands out what came."""
         began = time.monotonic()
         data = b""
         try:
             data = self._sock.recv(READ_BYTES)
             if not data:
-                self._fail(HandshakePeerLostError, "its process exited, or its host is gone")
+                self._fail("its process exited, or its host is gone")
             for message in self._decoder.feed(data):
                 self._handle(message)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             pass
         except OSError as error:
-            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+            self._fail(f"the connection broke: {error.strerror or error}")
         except HandshakeProtocolError as error:
-            self._fail(HandshakeProtocolError, str(error))
+            self._fail(str(error), HandshakeProtocolError)
         if len(data) < READ_BYTES:
             self._quiet_at = began  # all that had come by then is handed out
-        return bool(data)
 
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
             number, outcome, flags = message
             pending = self._votes.pop(number, None)
-            if pending is None:
+            if pending is None or pending.outcome:
                 raise HandshakeProtocolError(f"a verdict on vote {number}, which was not cast")
             if flags & _protocol.PLAN:
-                self.channels[number] = pending
-                if pending.is_abandoned:
-                    self._call_off(pending)
+                self._votes[number] = pending
             pending.flags = flags
             pending.outcome = outcome
+            if pending.is_abandoned and flags & _protocol.PLAN:
+                self._call_off(pending)
             if self._others_wait:
                 self._wake_others()
-        elif isinstance(message, _protocol.Detail):
-            if message.vote in self._votes:
-                self._votes[message.vote].facts = message.facts
-        elif isinstance(message, _protocol.Extra):
-            pending = self._votes.get(message.vote) or self.channels.get(message.vote)
-            if pending is not None and message.extra == _protocol.REPORTS:
-                pending.graph_is_asked_for = True
-            elif pending is not None:
-                if pending.mail is None:
-                    pending.mail = deque()
-                pending.mail.append(message)
-                self._wake_others()
+        elif isinstance(message, _protocol.Welcome):
+            self.coordinator = message.facts
         elif isinstance(message, _protocol.Notice):
             logger.warning("handshake: %s", message.text)
         elif isinstance(message, _protocol.Goodbye):
-            self._fail(HandshakePeerLostError, message.reason)
+            self._fail(message.reason)
+        elif isinstance(message, _protocol.Detail | _protocol.Extra) and message.vote in self._votes:
+            pending = self._votes[message.vote]
+            if isinstance(message, _protocol.Detail):
+                pending.facts = message.facts
+            elif message.extra == _protocol.REPORTS:
+                pending.graph_is_asked_for = True
+            else:
+                pending.mail = pending.mail or deque()
+                pending.mail.append(message)
+                self._wake_others()
 
     # ------------------------------------------------------------------ the connection
 
-    @property
-    def is_connected(self) -> bool:
-        return self._sock is not None
-
     def take_over(
-        self,
-        sock: socket.socket,
-        decoder: _protocol.Decoder,
-        welcome: _protocol.Welcome,
-        messages: list[_protocol.Message],
+        self, sock: socket.socket, decoder: _protocol.Decoder, messages: list[_protocol.Message]
     ) -> None:
-        """Goes on with a socket on which the coordinator has let this rank in: its welcome, and what came with it."""
+        """Goes on with a socket's connection, on which the coordinator has said these messages, its welcome first."""
         # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
         sock.settimeout(None)
         for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
-        self.coordinator = welcome.facts
         self._decoder = decoder
         with self.lock:
             self._raise_failure()  # it was closed meanwhile
             for message in messages:
                 self._handle(message)
-            self._sock = sock
+            self._sock = socket.socket(fileno=sock.detach())
+            self.is_connected = True
 
     def send(self, data: bytes) -> None:
         """Sends a frame, and what is to go ahead of it. `lock` is held."""
@@ -452,44 +407,30 @@ class Client:
             data = self.ahead.popleft() + data
         try:
             self._sock.sendall(data)
+            self.bytes_sent += len(data)
         except BlockingIOError:
             why = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-            self._fail(HandshakePeerLostError, why)
+            self._fail(why)
             self._raise_failure()
         except OSError as error:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
-            if self._reading.acquire(False):
-                try:
-                    while self._failure is None and self._read():
-                        pass
-                finally:
-                    self._reading.release()
-            self._fail(HandshakePeerLostError, f"the connection broke: {error.strerror or error}")
+            with contextlib.suppress(_vocabulary.HandshakeTimeoutError):
+                self.wait(PendingVote(0), time.monotonic())
+            self._fail(f"the connection broke: {error.strerror or error}")
             self._raise_failure()
         except BaseException:
-            self._fail(HandshakePeerLostError, "a send was interrupted, and nobody knows how much of it has left")
+            self._fail("a send was interrupted, and nobody knows how much of it has left")
             raise
-        self.bytes_sent += len(data)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure[0](self._failure[1], ranks=[int(self.coordinator.get("rank", 0))])
 
-    def _fail(self, kind: type[HandshakeError], why: str) -> None:
+    def _fail(self, why: str, kind: type[HandshakeError] = HandshakePeerLostError) -> None:
         if self._failure is None:
-            self._failure = (
-                kind,
-                f"rank {self.rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
-                f"look at the log of that rank, and restart the job",
-            )
+            text = f"rank {self.rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
+            self._failure = (kind, f"{text}look at the log of that rank, and restart the job")
         self._wake_others()
-
-    def _no_answer(self) -> _vocabulary.HandshakeTimeoutError:
-        return _vocabulary.HandshakeTimeoutError(
-            f"rank {self.rank}: {self._coordinator_name()} has not answered in time, and not ended the wait either: "
-            f"its process hangs, or its host is not reachable any more. Look at that process",
-            ranks=[int(self.coordinator["rank"])],
-        )
 
     def _coordinator_name(self) -> str:
         facts = self.coordinator
@@ -553,18 +494,21 @@ def connect(
         endpoint = find_endpoint(deadline)
         failures: list[str] = []
         refused: HandshakeProtocolError | None = None
-        for host, family, address in _addresses(endpoint, failures):
+        for host in endpoint.hosts:
+            addresses: list[Any] = []
             try:
-                with contextlib.ExitStack() as undo:
-                    sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                    client.take_over(sock, *_greet(sock, address, endpoint, facts, deadline))
-                    undo.pop_all()
-                    return
-            except OSError as error:
-                failures.append(f"{host} port {endpoint.port}: {getattr(error, 'strerror', None) or error}")
-            except HandshakeProtocolError as error:
-                # A stranger, perhaps; the coordinator may be at the next address.
-                refused = refused or error
+                addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as error:
+                failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
+            for family, *_, address in addresses:
+                try:
+                    with socket.socket(family, socket.SOCK_STREAM) as sock:
+                        client.take_over(sock, *_greet(sock, address, endpoint, facts, deadline))
+                        return
+                except OSError as error:
+                    failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
+                except HandshakeProtocolError as error:
+                    refused = refused or error  # a stranger, perhaps; the coordinator may be at the next address
         if refused is not None:
             raise refused
         if not deadline.remaining():
@@ -579,27 +523,16 @@ def connect(
         retry_s = min(retry_s * 1.5, LAST_RETRY_S)
 
 
-def _addresses(endpoint: "Endpoint", failures: list[str]) -> Iterator[tuple[str, int, Any]]:
-    for host in endpoint.hosts:
-        try:
-            found = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
-            continue
-        for family, *_, address in found:
-            yield host, family, address
-
-
 def _greet(
     sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
-) -> tuple[_protocol.Decoder, _protocol.Welcome, list[_protocol.Message]]:
+) -> tuple[_protocol.Decoder, list[_protocol.Message]]:
     """Connects a socket and says who this rank is; the answer is a welcome, perhaps with more behind it. Raises OSError
     where nobody answers, HandshakeProtocolError where the wrong one does."""
+    where = f"{address[0]} port {address[1]}"
     until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
     sock.settimeout(until - time.monotonic())
     sock.connect(address)
     prepare_socket(sock)
-    where = f"what listens on {address[0]} port {address[1]}"
     decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
     try:
         greeting, *more = _answer(sock, decoder, until)
@@ -607,24 +540,24 @@ def _greet(
             raise HandshakeProtocolError(f"it began with {greeting!r}")
     except HandshakeProtocolError as error:
         raise HandshakeProtocolError(
-            f"{where} is not a handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, "
-            f"the same on all ranks"
+            f"what listens on {where} is not a handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT "
+            f"to a free port, the same on all ranks"
         ) from error
     if greeting.version != _protocol.VERSION:
         raise HandshakeProtocolError(
-            f"the coordinator on {address[0]} port {address[1]} speaks version {greeting.version} of the handshake "
-            f"protocol, rank {facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
+            f"the coordinator on {where} speaks version {greeting.version} of the handshake protocol, rank "
+            f"{facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
         )
     said = _protocol.write_facts({**facts, "session": endpoint.session})
     proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
     sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
     decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
-    answer, *more = _answer(sock, decoder, until)
-    if not isinstance(answer, _protocol.Welcome):
-        reason = answer.reason if isinstance(answer, _protocol.Refused) else f"it answered {answer!r}"
+    messages = _answer(sock, decoder, until)
+    if not isinstance(messages[0], _protocol.Welcome):
+        [reason] = messages[0] if isinstance(messages[0], _protocol.Refused) else [f"it answered {messages[0]!r}"]
         raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {reason}", ranks=[facts["rank"]])
     decoder.kinds = _protocol.FROM_COORDINATOR
-    return decoder, answer, more
+    return decoder, messages
 
 
 def _answer(sock: socket.socket, decoder: _protocol.Decoder, until: float) -> list[_protocol.Message]:

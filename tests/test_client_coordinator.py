@@ -712,7 +712,7 @@ def test_partial_votes_are_held_until_all_have_voted_and_frames_of_extras_come_a
         rounds.replies = [(1, votes[1].number, 4, b"late"), (1, 999, 4, b"never"), (1, 0, _coordinator.LOG, b"to log")]
         channels[0].send(9, b"")
         assert outcomes(clients, (PAIR, 2, 1)) == [FAT, FAT]
-        assert not clients[1].channels and not clients[1]._votes
+        assert not clients[1]._votes
 
 
 def test_one_vote_that_is_not_partial_is_enough_for_an_ordinary_split():
@@ -720,7 +720,7 @@ def test_one_vote_that_is_not_partial_is_enough_for_an_ordinary_split():
         peer.send(_protocol.encode_vote(7, 0, A, (0, 0, 1)))
         assert isinstance(peer.receive(), _protocol.Detail) and peer.receive() == _protocol.Verdict(7, SPLIT)
         for client, pending in zip(clients, votes, strict=True):
-            assert answer(client, pending) == SPLIT and pending.flags == 0 and not client.channels
+            assert answer(client, pending) == SPLIT and pending.flags == 0 and not client._votes
         assert rounds.told == []
 
 
@@ -740,7 +740,7 @@ def test_a_ticket_that_is_thrown_away_calls_the_plan_off(when):
             assert answer(zero, pending) == SPLIT  # as another vote of this rank's would read it
         assert rounds.told == [] and outcomes([zero, one], (PAIR, 1, 1)) == [FAT, FAT]
         assert rounds.told == [("take", 0, pending.number, _protocol.CALL_OFF, b"its ticket was thrown away")]
-        assert not zero.channels
+        assert not zero._votes
         one.give_up(other)
 
 
