@@ -2,8 +2,7 @@
 """The wire: messages to bytes and bytes to messages. No socket, no clock, no thread.
 
 A frame is a 4-byte length, a 1-byte kind and a body, in network byte order; the length counts kind and body. A body has
-fixed fields and then a tail: text, JSON, bytes, ranks, or spans. `_KINDS` is the whole protocol. The coordinator speaks
-first:
+fixed fields and then a tail: text, JSON, bytes, ranks, or spans. `_KINDS` is the whole protocol:
 
     coordinator  GREETING   magic, version, nonce         (this frame's layout is the same in every version)
     rank         HELLO      who it is, and the proof that it knows the job's secret
@@ -12,8 +11,8 @@ first:
     rank         VOTE       26 bytes + 16 for each group
     coordinator  VERDICT    11 bytes; before one that is not FAT, a DETAIL with the reason
 
-NOTICE (coordinator) is a text for the rank's log. EXTRA (both) belongs to what follows a split, and says to which vote
-of the rank; the core passes it on unread. GOODBYE (both) says that the end of the connection is meant.
+Later: NOTICE (coordinator), a text for the rank's log; EXTRA (both), about a vote that was split, passed on unread by
+the core; GOODBYE (both): the end of the connection is meant.
 
 A new message is a class, a row of `_KINDS`, and its number in the set of the side that may send it. Every length is
 checked against the bound of its kind before anything of that size is made. A `Decoder` that has raised raises for ever:
@@ -35,39 +34,36 @@ else:
 
 MAGIC = b"TPU-HS\r\n"
 VERSION = 2
+NONCE_BYTES = PROOF_BYTES = 16
 
-NONCE_BYTES = 16
-PROOF_BYTES = 16
-
-# A hello holds a few short strings, and comes from somebody who has proved nothing yet.
-MAX_HELLO_BYTES = 4096
-# Reasons, notices, reports for a log. Longer ones are cut.
-MAX_TEXT_BYTES = 2**18
-# JSON around a reason: ranks as runs, of a world with no order at all.
-MAX_JSON_BYTES = 2**24
-# What one extra frame carries: a plan's keys (100,000 nodes with some 100 bytes each), a graph.
-MAX_PAYLOAD_BYTES = 2**24
+# Bounds of tails, in bytes.
+MAX_HELLO_BYTES = 4096  # a few short strings, from somebody who has proved nothing yet
+MAX_TEXT_BYTES = 2**18  # reasons, notices, reports for a log; longer ones are cut
+MAX_JSON_BYTES = 2**24  # JSON around a reason: ranks as runs, of a world with no order at all
+MAX_PAYLOAD_BYTES = 2**24  # of one extra frame: a plan's keys (100,000 nodes with some 100 bytes each), a graph
 # The groups that one graph uses: a handful of mesh dimensions, and a pair for every point-to-point neighbour.
 MAX_SPANS = 4096
-# The groups that one rank may declare over its life.
-MAX_GROUPS_PER_RANK = 65536
+MAX_GROUPS_PER_RANK = 65536  # that one rank may declare over its life
 
-# Outcomes on the wire. The first four are the machine's; a vote that is refused changes nothing.
-FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5
-# Flags of a vote: the rank is able to look for a plan; it has a graph to show.
-PARTIAL, HAS_GRAPH = 1, 2
-# Flag of a verdict: all ranks of the component look for a plan now.
-PLAN = 1
-# Extras; and the step by which a rank calls a plan off.
-PLANS, REPORTS = 1, 2
-CALL_OFF = 5
+FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5  # outcomes; a vote that is refused changes nothing
+PARTIAL, HAS_GRAPH = 1, 2  # flags of a vote: the rank is able to look for a plan; it has a graph to show
+PLAN = 1  # flag of a verdict: all ranks of the component look for a plan now
+PLANS, REPORTS = 1, 2  # extras
+CALL_OFF = 5  # the step by which a rank calls a plan off
+
+GREETING, HELLO, WELCOME, REFUSED, GOODBYE = 1, 2, 3, 4, 5
+GROUP, VOTE, VERDICT, DETAIL, NOTICE, EXTRA = 16, 17, 18, 19, 20, 32
+# Which kinds each side may send, and when.
+FROM_STRANGER = frozenset({HELLO})
+FROM_RANK = frozenset({GROUP, VOTE, EXTRA, GOODBYE})
+FROM_COORDINATOR = frozenset({VERDICT, DETAIL, NOTICE, EXTRA, GOODBYE})
 
 _LENGTH_BYTES = 4
-_HEADER = struct.Struct("!IB")
-_VOTE = struct.Struct(f"!IBIB{DIGEST_BYTES}s")  # length, kind, number, flags, digest
-_SPAN = struct.Struct("!IQI")  # group's number, start, how many
-_VERDICT = struct.Struct("!IBIBB")  # length, kind, vote, outcome, flags
-_VERDICT_LENGTH = _VERDICT.size - _LENGTH_BYTES
+_HEADER = struct.Struct("!IB")  # length, kind
+_VERDICT = struct.Struct("!IBIBB")  # header, vote, outcome, flags
+_VOTE = f"!IBIB{DIGEST_BYTES}s"  # header, number, flags, digest
+_VOTE_LENGTH = struct.calcsize(_VOTE) - _LENGTH_BYTES
+_SPAN, _SPAN_BYTES = "IQI", 16  # group's number, start, how many
 _RUN = struct.Struct("!III")  # first, count, step
 
 
@@ -154,10 +150,9 @@ class Extra(NamedTuple):
 Message = Greeting | Hello | Welcome | Refused | Goodbye | Group | Vote | Verdict | Detail | Notice | Extra
 
 
-# ---------------------------------------------------------------------- tails: how each is written and read
-
-
 class _Tail(NamedTuple):
+    """How the last field of a message is written and read."""
+
     write: Callable[[Any], bytes]
     read: Callable[[bytes, int], Any]  # the tail, and the number of ranks in the world
     max_bytes: int
@@ -178,20 +173,20 @@ def read_facts(data: bytes, world_size: int = 0) -> dict[str, Any]:
 def runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     """Ascending ranks as runs of (first, count, step): a world, a row or a column of a mesh is one."""
     found: list[tuple[int, int, int]] = []
-    place = 0
-    while place < len(ranks):
-        first, count = ranks[place], 1
-        step = ranks[place + 1] - first if place + 1 < len(ranks) else 1
-        while place + count < len(ranks) and ranks[place + count] == first + count * step:
-            count += 1
-        found.append((first, count, step))
-        place += count
+    for rank in ranks:
+        first, count, step = found[-1] if found else (rank, 0, 1)
+        if count == 1:
+            step = rank - first
+        if rank == first + count * step:
+            found[-1:] = [(first, count + 1, step)]
+        else:
+            found.append((rank, 1, 1))
     return found
 
 
 def ranks_of(encoded: Sequence[Sequence[int]], world_size: int = MAX_WORLD_SIZE) -> tuple[int, ...]:
     """The ranks that `runs` encoded. Raises ValueError where a run is empty, or reaches outside the world."""
-    if sum(run[1] for run in encoded) > world_size:
+    if sum(count for _, count, _ in encoded) > world_size:
         raise ValueError(f"a group of more than {world_size} ranks")
     for first, count, step in encoded:
         if count < 1 or step < 1 or first + (count - 1) * step >= world_size:
@@ -204,21 +199,11 @@ def _read_ranks(data: bytes, world_size: int) -> tuple[int, ...]:
     return ranks_of(list(_RUN.iter_unpack(data)), world_size)
 
 
-@functools.cache
-def _spans(number: int) -> struct.Struct:
-    return struct.Struct("!" + _SPAN.format[1:] * number)
-
-
 def _read_spans(data: bytes, _: int) -> tuple[int, ...]:
-    spans = _spans(len(data) // _SPAN.size or 1).unpack(data)
+    spans = struct.unpack("!" + _SPAN * (len(data) // _SPAN_BYTES or 1), data)
     if 0 in spans[2::3]:
         raise ValueError("a span is empty")
     return spans
-
-
-@functools.cache
-def _vote(number: int) -> struct.Struct:
-    return struct.Struct(_VOTE.format + _SPAN.format[1:] * number)
 
 
 _TEXT = _Tail(
@@ -233,13 +218,8 @@ _RANKS = _Tail(
     lambda ranks: b"".join([_RUN.pack(*run) for run in runs(ranks)]), _read_ranks, MAX_WORLD_SIZE * _RUN.size // 2
 )
 _SPANS = _Tail(
-    lambda spans: _spans(len(spans) // 3).pack(*spans),
-    _read_spans,
-    MAX_SPANS * _SPAN.size,
+    lambda spans: struct.pack("!" + _SPAN * (len(spans) // 3), *spans), _read_spans, MAX_SPANS * _SPAN_BYTES
 )
-
-GREETING, HELLO, WELCOME, REFUSED, GOODBYE = 1, 2, 3, 4, 5
-GROUP, VOTE, VERDICT, DETAIL, NOTICE, EXTRA = 16, 17, 18, 19, 20, 32
 
 _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     GREETING: (Greeting, struct.Struct(f"!{len(MAGIC)}sH{NONCE_BYTES}s"), _HELLO_FACTS),
@@ -248,7 +228,7 @@ _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     REFUSED: (Refused, struct.Struct(""), _TEXT),
     GOODBYE: (Goodbye, struct.Struct(""), _TEXT),
     GROUP: (Group, struct.Struct("!I"), _RANKS),
-    VOTE: (Vote, struct.Struct(_VOTE.format.replace("IB", "", 1)), _SPANS),
+    VOTE: (Vote, struct.Struct(f"!IB{DIGEST_BYTES}s"), _SPANS),
     VERDICT: (Verdict, struct.Struct("!IBB"), None),
     DETAIL: (Detail, struct.Struct("!I"), _FACTS),
     NOTICE: (Notice, struct.Struct(""), _TEXT),
@@ -260,14 +240,6 @@ _READERS = {
     kind: (of_class, fixed.unpack_from, 1 + fixed.size, 1 + fixed.size + (tail[2] if tail else 0), tail and tail.read)
     for kind, (of_class, fixed, tail) in _KINDS.items()
 }
-
-# Which kinds each side may send, and when.
-FROM_STRANGER = frozenset({HELLO})
-FROM_RANK = frozenset({GROUP, VOTE, EXTRA, GOODBYE})
-FROM_COORDINATOR = frozenset({VERDICT, DETAIL, NOTICE, EXTRA, GOODBYE})
-
-
-# ---------------------------------------------------------------------- messages to bytes
 
 
 def encode(message: Message) -> bytes:
@@ -282,13 +254,13 @@ def encode(message: Message) -> bytes:
 def encode_vote(number: int, flags: int, digest: bytes, spans: Sequence[int]) -> bytes:
     """`encode(Vote(...))` in one step, for the hottest path: 26 bytes and 16 for each group."""
     count = len(spans) // 3
-    length = _VOTE.size - _LENGTH_BYTES + count * _SPAN.size
-    return _vote(count).pack(length, VOTE, number, flags, digest, *spans)
+    length = _VOTE_LENGTH + count * _SPAN_BYTES
+    return struct.pack(_VOTE + _SPAN * count, length, VOTE, number, flags, digest, *spans)
 
 
 def encode_verdict(vote: int, outcome: int, flags: int = 0) -> bytes:
     """`encode(Verdict(...))` in one step."""
-    return _VERDICT.pack(_VERDICT_LENGTH, VERDICT, vote, outcome, flags)
+    return _VERDICT.pack(_VERDICT.size - _LENGTH_BYTES, VERDICT, vote, outcome, flags)
 
 
 def detail_facts(
@@ -304,30 +276,19 @@ def proof(secret: bytes, nonce: bytes, facts: bytes) -> bytes:
     return hmac.new(secret, nonce + facts, hashlib.sha256).digest()[:PROOF_BYTES]
 
 
-# ---------------------------------------------------------------------- bytes to messages
-
-
 class Decoder:
-    """Takes bytes as they come and gives messages.
-
-    Attributes:
-        kinds: what may come now; anything else ends it, undecoded.
-        world_size: ranks from there on don't exist.
-    """
+    """Takes bytes as they come and gives messages."""
 
     def __init__(self, kinds: frozenset[int], world_size: int = MAX_WORLD_SIZE) -> None:
-        self.kinds = kinds
-        self.world_size = world_size
+        self.kinds = kinds  # what may come now; anything else ends it, undecoded
+        self.world_size = world_size  # ranks from there on don't exist
         self._rest = bytearray()  # the beginning of a frame
         self._needed = 0  # bytes of it, before it is looked at again
         self._failure = ""
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete. Each is to be handled before the next is asked for.
-
-        Raises:
-            HandshakeProtocolError: the bytes are not what may come now; so will be every later call.
-        """
+        """The messages that these bytes complete. Each is to be handled before the next is asked for. Raises
+        HandshakeProtocolError where the bytes are not what may come now, and from then on for any."""
         if self._failure:
             raise HandshakeProtocolError(self._failure)
         if self._rest:
@@ -341,7 +302,6 @@ class Decoder:
         while size - start >= _HEADER.size:
             length, kind = _HEADER.unpack_from(data, start)
             end = start + _LENGTH_BYTES + length
-            body = start + _HEADER.size
             try:
                 if kind not in self.kinds:
                     raise ValueError(f"it begins with {data[start : start + 16]!r}, which can't come here")
@@ -351,7 +311,7 @@ class Decoder:
                 if end > size:
                     self._needed = end - start
                     break
-                fields = unpack(data, body)
+                fields = unpack(data, start + _HEADER.size)
                 if read is not None:
                     fields += (read(data[start + _LENGTH_BYTES + least : end], self.world_size),)
             except (ValueError, struct.error, RecursionError) as error:
