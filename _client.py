@@ -45,17 +45,15 @@ CLOSE_WITHIN_S = 1.0  # what the last bytes (a goodbye) may wait for another thr
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5  # between two attempts to connect
 ATTEMPT_S = 5.0  # what one address may keep an attempt busy
 READ_BYTES = 65536
-# A host that vanishes without a word is noticed after idle + count * interval: half a minute.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Small messages go out at once; a host that vanishes is noticed. What a listener accepts inherits it."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Small messages go out at once; a host that vanishes without a word is noticed after idle + count * interval, half
+    a minute. What a listener accepts inherits it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+    for name in options.keys() & vars(socket):
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), options[name])
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -184,16 +182,9 @@ class Client:
             line.position = _vocabulary.ProcessGroupCollectiveCount(line.position + number, 0).end
 
     def vote(self, takes: Sequence[tuple[Line, int]], digest: bytes, flags: int) -> PendingVote:
-        """Counts a graph's collectives, and sends its vote, in one step.
-
-        Args:
-            takes: from `resolve`, not empty.
-            digest: the fingerprint's, `DIGEST_BYTES` long.
-            flags: PARTIAL, HAS_GRAPH.
-
-        Raises:
-            HandshakeError: the connection is lost.
-        """
+        """Counts a graph's collectives (`takes`, from `resolve`, not empty) and sends its vote, in one step, with the
+        fingerprint's digest, `DIGEST_BYTES` long, and flags (PARTIAL, HAS_GRAPH). Raises HandshakeError where the
+        connection is lost."""
         with self.lock:
             spans: list[int] = []
             for line, number in takes:
@@ -250,8 +241,8 @@ class Client:
         are not in a gap that was given up before, and what became of the others."""
 
         def gaps() -> list[tuple[Line, int]]:
-            found = [(line, start, eager.get(line.group, 0) - line.eager) for line, start, _ in takes]
-            return [(line, start) for line, start, recorded in found if start - line.position > max(0, recorded)]
+            places = [(line, start, max(0, eager.get(line.group, 0) - line.eager)) for line, start, _ in takes]
+            return [(line, start) for line, start, recorded in places if start > line.position + recorded]
 
         self._votes_wait_for_others += 1
         try:
@@ -264,10 +255,10 @@ class Client:
         for line, start, number in takes:
             line.eager = max(line.eager, eager.get(line.group, 0))
             if start < line.position and any(first <= start and start + number <= last for first, last in line.gaps):
+                place = f"[{start}, {start + number}) on {_vocabulary.format_ranks(line.group)}"
                 late = (
-                    f"rank {self.rank}'s vote at [{start}, {start + number}) on "
-                    f"{_vocabulary.format_ranks(line.group)} came more than {GAP_WAIT_S:g} s after a later one of "
-                    f"another thread, which was sent without it: the others have gone on split"
+                    f"rank {self.rank}'s vote at {place} came more than {GAP_WAIT_S:g} s after a later one of another "
+                    f"thread, which was sent without it: the others have gone on split"
                 )
             else:
                 in_time.append((line, start, number))
@@ -285,13 +276,9 @@ class Client:
     # ------------------------------------------------------------------ answers
 
     def wait(self, pending: PendingVote, deadline: float, wanted: str = "outcome") -> None:
-        """Blocks until the verdict ("outcome") or "mail" is there.
-
-        Raises:
-            HandshakePeerLostError: the coordinator is gone.
-            HandshakeProtocolError: the coordinator broke the protocol, or says that this rank did.
-            HandshakeTimeoutError: the coordinator has said nothing until the deadline, a time of `time.monotonic`.
-        """
+        """Blocks until the verdict ("outcome") or "mail" is there. Raises HandshakePeerLostError where the coordinator
+        is gone, HandshakeProtocolError where it broke the protocol, or says that this rank did, HandshakeTimeoutError
+        where it has said nothing until the deadline, a time of `time.monotonic`."""
         while not getattr(pending, wanted):
             reads = self._reading.acquire(False)
             if not reads:
@@ -316,11 +303,9 @@ class Client:
             if not getattr(pending, wanted):
                 self._raise_failure()
                 if is_over:
-                    raise _vocabulary.HandshakeTimeoutError(
-                        f"rank {self.rank}: {self._coordinator_name()} has not answered in time, and not ended the "
-                        f"wait either: its process hangs, or its host is not reachable any more. Look at that process",
-                        ranks=[int(self.coordinator["rank"])],
-                    )
+                    text = "has not answered in time, and not ended the wait either: its process hangs, or its host is "
+                    text = f"{self._coordinator_name()} {text}not reachable any more. Look at that process"
+                    raise self._error(_vocabulary.HandshakeTimeoutError, text)
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
@@ -408,15 +393,13 @@ class Client:
         try:
             self._sock.sendall(data)
             self.bytes_sent += len(data)
-        except BlockingIOError:
-            why = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-            self._fail(why)
-            self._raise_failure()
         except OSError as error:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             with contextlib.suppress(_vocabulary.HandshakeTimeoutError):
                 self.wait(PendingVote(0), time.monotonic())
-            self._fail(f"the connection broke: {error.strerror or error}")
+            stuck = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
+            broken = f"the connection broke: {error.strerror or error}"
+            self._fail(stuck if isinstance(error, BlockingIOError) else broken)
             self._raise_failure()
         except BaseException:
             self._fail("a send was interrupted, and nobody knows how much of it has left")
@@ -424,30 +407,32 @@ class Client:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure[0](self._failure[1], ranks=[int(self.coordinator.get("rank", 0))])
+            raise self._error(*self._failure)
+
+    def _error(self, kind: type[HandshakeError], text: str) -> HandshakeError:
+        return kind(f"rank {self.rank}: {text}", ranks=[int(self.coordinator.get("rank", 0))])
 
     def _fail(self, why: str, kind: type[HandshakeError] = HandshakePeerLostError) -> None:
         if self._failure is None:
-            text = f"rank {self.rank}: {self._coordinator_name()} is lost: {why}. No handshake is possible any more; "
-            self._failure = (kind, f"{text}look at the log of that rank, and restart the job")
+            what_to_do = "No handshake is possible any more; look at the log of that rank, and restart the job"
+            self._failure = (kind, f"{self._coordinator_name()} is lost: {why}. {what_to_do}")
         self._wake_others()
 
     def _coordinator_name(self) -> str:
-        facts = self.coordinator
-        return f"the coordinator (rank {facts.get('rank')}, {facts.get('host')}:{facts.get('pid')})"
+        rank, host, pid = map(self.coordinator.get, ("rank", "host", "pid"))
+        return f"the coordinator (rank {rank}, {host}:{pid})"
 
     def close(self, reason: str) -> None:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""
         sock, failure = self._sock, self._failure
-        self._failure = failure or (HandshakeError, f"rank {self.rank}: {reason}")
+        self._failure = failure or (HandshakeError, reason)
         if sock is None:
             return
         # Not into the middle of another thread's frame. One that is stuck is woken by the shutdown.
         if failure is None and self.lock.acquire(timeout=CLOSE_WITHIN_S):
             try:
-                sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self.rank} closed its handshake")))
-            except OSError:
-                pass
+                with contextlib.suppress(OSError):
+                    sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self.rank} closed its handshake")))
             finally:
                 self.lock.release()
         with contextlib.suppress(OSError):
@@ -460,7 +445,7 @@ class Client:
 
     def abandon(self, reason: str) -> None:
         """In a forked child: lets go of the parent's connection, without a word to the coordinator."""
-        self._failure = (HandshakeError, f"rank {self.rank}: {reason}")
+        self._failure = (HandshakeError, reason)
         if self._sock is not None:
             self._sock.close()
 
@@ -476,18 +461,12 @@ def _too_many_groups(number: int) -> HandshakeConfigError:
 def connect(
     client: Client, find_endpoint: "Callable[[Deadline], Endpoint]", facts: dict[str, Any], deadline: "Deadline"
 ) -> None:
-    """Connects a client to the coordinator, trying again while it is still starting.
+    """Connects a client to the coordinator, trying again until the deadline while it is still starting.
 
-    Args:
-        client: is given the connection.
-        find_endpoint: says where the coordinator is; asked anew for every attempt.
-        facts: this rank's hello, but for the session, which the endpoint gives.
-        deadline: when to give up.
-
-    Raises:
-        HandshakePeerLostError: nobody was reached by then.
-        HandshakeProtocolError: what listens there is not a coordinator, speaks another version, or refuses this rank,
-            and no other address of the coordinator's is better.
+    `find_endpoint` says where it is, and is asked anew for every attempt; `facts` are this rank's hello, but for the
+    session, which the endpoint gives. Raises HandshakePeerLostError where nobody was reached, HandshakeProtocolError
+    where what listens there is not a coordinator, speaks another version, or refuses this rank, and no other address of
+    the coordinator's is better.
     """
     retry_s = FIRST_RETRY_S
     while True:
