@@ -267,7 +267,7 @@ class Client:
     def give_up(self, pending: PendingVote) -> None:
         """Nobody will ask for this vote's answer. Takes no lock, so that a destructor can call it."""
         pending.is_abandoned = True
-        if pending.outcome and pending.number in self._votes:
+        if pending.flags & _protocol.PLAN and pending.number in self._votes:
             self._call_off(pending)
 
     def _call_off(self, pending: PendingVote) -> None:
@@ -338,14 +338,14 @@ class Client:
     def _handle(self, message: _protocol.Message) -> None:
         if type(message) is _protocol.Verdict:
             number, outcome, flags = message
-            pending = self._votes.pop(number, None)
+            pending = self._votes.get(number)
             if pending is None or pending.outcome:
                 raise HandshakeProtocolError(f"a verdict on vote {number}, which was not cast")
-            if flags & _protocol.PLAN:
-                self._votes[number] = pending
             pending.flags = flags
             pending.outcome = outcome
-            if pending.is_abandoned and flags & _protocol.PLAN:
+            if not flags & _protocol.PLAN:
+                del self._votes[number]
+            elif pending.is_abandoned:
                 self._call_off(pending)
             if self._others_wait:
                 self._wake_others()
@@ -372,16 +372,16 @@ class Client:
         self, sock: socket.socket, decoder: _protocol.Decoder, messages: list[_protocol.Message]
     ) -> None:
         """Goes on with a socket's connection, on which the coordinator has said these messages, its welcome first."""
-        # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
-        sock.settimeout(None)
-        for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
-            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
-        self._decoder = decoder
         with self.lock:
             self._raise_failure()  # it was closed meanwhile
+            self._decoder = decoder
             for message in messages:
                 self._handle(message)
             self._sock = socket.socket(fileno=sock.detach())
+            # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
+            self._sock.settimeout(None)
+            for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
+                self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
             self.is_connected = True
 
     def send(self, data: bytes) -> None:
