@@ -349,8 +349,6 @@ class Client:
                 self._call_off(pending)
             if self._others_wait:
                 self._wake_others()
-        elif isinstance(message, _protocol.Welcome):
-            self.coordinator = message.facts
         elif isinstance(message, _protocol.Notice):
             logger.warning("handshake: %s", message.text)
         elif isinstance(message, _protocol.Goodbye):
@@ -368,14 +366,45 @@ class Client:
 
     # ------------------------------------------------------------------ the connection
 
-    def take_over(
-        self, sock: socket.socket, decoder: _protocol.Decoder, messages: list[_protocol.Message]
+    def join(
+        self, sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
     ) -> None:
-        """Goes on with a socket's connection, on which the coordinator has said these messages, its welcome first."""
+        """Connects a socket, says who this rank is, and goes on with it once the coordinator has let it in. Raises
+        OSError where nobody answers, HandshakeProtocolError where the wrong one does."""
+        where = f"{address[0]} port {address[1]}"
+        until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
+        sock.settimeout(until - time.monotonic())
+        sock.connect(address)
+        prepare_socket(sock)
+        decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
+        try:
+            greeting, *more = _answer(sock, decoder, until)
+            if more or not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
+                raise HandshakeProtocolError(f"it began with {greeting!r}")
+        except HandshakeProtocolError as error:
+            raise HandshakeProtocolError(
+                f"what listens on {where} is not a handshake coordinator ({error}). Set "
+                f"TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, the same on all ranks"
+            ) from error
+        if greeting.version != _protocol.VERSION:
+            raise HandshakeProtocolError(
+                f"the coordinator on {where} speaks version {greeting.version} of the handshake protocol, rank "
+                f"{self.rank} version {_protocol.VERSION}: install the same release on all hosts"
+            )
+        said = _protocol.write_facts({**facts, "session": endpoint.session})
+        proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
+        sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
+        decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
+        welcome, *more = _answer(sock, decoder, until)
+        decoder.kinds = _protocol.FROM_COORDINATOR
+        if not isinstance(welcome, _protocol.Welcome):
+            reason = welcome.reason if isinstance(welcome, _protocol.Refused) else f"it answered {welcome!r}"
+            raise HandshakeProtocolError(f"rank {self.rank} was refused: {reason}", ranks=[self.rank])
         with self.lock:
             self._raise_failure()  # it was closed meanwhile
+            self.coordinator = welcome.facts
             self._decoder = decoder
-            for message in messages:
+            for message in more:
                 self._handle(message)
             self._sock = socket.socket(fileno=sock.detach())
             # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
@@ -482,7 +511,7 @@ def connect(
             for family, *_, address in addresses:
                 try:
                     with socket.socket(family, socket.SOCK_STREAM) as sock:
-                        client.take_over(sock, *_greet(sock, address, endpoint, facts, deadline))
+                        client.join(sock, address, endpoint, facts, deadline)
                         return
                 except OSError as error:
                     failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
@@ -500,43 +529,6 @@ def connect(
             )
         time.sleep(min(retry_s, deadline.remaining()))
         retry_s = min(retry_s * 1.5, LAST_RETRY_S)
-
-
-def _greet(
-    sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
-) -> tuple[_protocol.Decoder, list[_protocol.Message]]:
-    """Connects a socket and says who this rank is; the answer is a welcome, perhaps with more behind it. Raises OSError
-    where nobody answers, HandshakeProtocolError where the wrong one does."""
-    where = f"{address[0]} port {address[1]}"
-    until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
-    sock.settimeout(until - time.monotonic())
-    sock.connect(address)
-    prepare_socket(sock)
-    decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
-    try:
-        greeting, *more = _answer(sock, decoder, until)
-        if more or not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
-            raise HandshakeProtocolError(f"it began with {greeting!r}")
-    except HandshakeProtocolError as error:
-        raise HandshakeProtocolError(
-            f"what listens on {where} is not a handshake coordinator ({error}). Set TORCH_TPU_INTERNAL_HANDSHAKE_PORT "
-            f"to a free port, the same on all ranks"
-        ) from error
-    if greeting.version != _protocol.VERSION:
-        raise HandshakeProtocolError(
-            f"the coordinator on {where} speaks version {greeting.version} of the handshake protocol, rank "
-            f"{facts['rank']} version {_protocol.VERSION}: install the same release on all hosts"
-        )
-    said = _protocol.write_facts({**facts, "session": endpoint.session})
-    proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
-    sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
-    decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
-    messages = _answer(sock, decoder, until)
-    if not isinstance(messages[0], _protocol.Welcome):
-        [reason] = messages[0] if isinstance(messages[0], _protocol.Refused) else [f"it answered {messages[0]!r}"]
-        raise HandshakeProtocolError(f"rank {facts['rank']} was refused: {reason}", ranks=[facts["rank"]])
-    decoder.kinds = _protocol.FROM_COORDINATOR
-    return decoder, messages
 
 
 def _answer(sock: socket.socket, decoder: _protocol.Decoder, until: float) -> list[_protocol.Message]:
