@@ -105,8 +105,7 @@ class Channel:
     def receive(self) -> tuple[int, bytes]:
         """Waits for the next frame: its step and payload. Raises HandshakeError as `Client.wait`."""
         self.client.wait(self.pending, time.monotonic() + self.wait_s, "mail")
-        message = self.pending.mail.popleft()
-        return message.step, message.payload
+        return self.pending.mail.popleft()[2:]
 
     def close(self) -> None:
         """This rank has no more to say or hear; what still comes is dropped."""

@@ -235,11 +235,6 @@ _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     EXTRA: (Extra, struct.Struct("!BIB"), _BYTES),
 }
 _KIND_OF = {row[0]: kind for kind, row in _KINDS.items()}
-# The same for reading: the class, how its fixed fields are read, the least and greatest length, how the tail is read.
-_READERS = {
-    kind: (of_class, fixed.unpack_from, 1 + fixed.size, 1 + fixed.size + (tail[2] if tail else 0), tail and tail.read)
-    for kind, (of_class, fixed, tail) in _KINDS.items()
-}
 
 
 def encode(message: Message) -> bytes:
@@ -305,15 +300,16 @@ class Decoder:
             try:
                 if kind not in self.kinds:
                     raise ValueError(f"it begins with {data[start : start + 16]!r}, which can't come here")
-                of_class, unpack, least, most, read = _READERS[kind]
-                if not least <= length <= most:
+                of_class, fixed, tail = _KINDS[kind]
+                least = 1 + fixed.size
+                if not least <= length <= least + (0 if tail is None else tail.max_bytes):
                     raise ValueError(f"it has {length} bytes")
                 if end > size:
                     self._needed = end - start
                     break
-                fields = unpack(data, start + _HEADER.size)
-                if read is not None:
-                    fields += (read(data[start + _LENGTH_BYTES + least : end], self.world_size),)
+                fields = fixed.unpack_from(data, start + _HEADER.size)
+                if tail is not None:
+                    fields += (tail.read(data[start + _LENGTH_BYTES + least : end], self.world_size),)
             except (ValueError, struct.error, RecursionError) as error:
                 self._failure = f"a malformed frame of kind {kind}: {error}"
                 raise HandshakeProtocolError(self._failure) from error
