@@ -590,6 +590,20 @@ def test_a_thread_that_waits_while_another_reads_is_woken(monkeypatch, what):
         assert found == ((1, b"mail") if what in last else FAT)
 
 
+def test_a_thread_whose_answer_came_as_it_began_to_read_does_not_read():
+    """Another thread has read it between this one's look and its turn; it would wait for what nobody sends."""
+    with client_of(welcoming()) as client:
+        pending, reading = cast(client, (PAIR, 0, 1)), client._reading
+
+        def acquire(*arguments, **options):
+            pending.outcome = FAT
+            return reading.acquire(*arguments, **options)
+
+        client._reading = types.SimpleNamespace(acquire=acquire, release=reading.release)
+        client._sock = Hooked(client._sock, recv=failing(AssertionError("it reads")))
+        assert answer(client, pending) == FAT
+
+
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_pause_longer_than_any_timeout_costs_nobody_an_answer_that_is_there(monkeypatch, is_answered):
     """A process that was stopped, or a host that slept, goes on with several threads past their time."""
