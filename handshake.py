@@ -13,6 +13,7 @@ its collectives ("skinny"). `_consensus` is the rule.
 """
 
 import atexit
+import functools
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,7 +66,7 @@ GraphText = str | Callable[[], str] | None
 # for ever loses only how often it was told about old ones.
 MAX_SPLITS_COUNTED = 10_000
 
-_COUNTED_AS = ("fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number on the wire, less one
+_COUNTED_AS = ("handshakes", "fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number on the wire
 
 
 class _Session:
@@ -78,15 +80,14 @@ class _Session:
         self.endpoint: _rendezvous.Endpoint | None = None  # on the coordinator rank
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
-        self.waited_s = self.longest_wait_s = 0.0
-        self.counters = [0] * len(_COUNTED_AS)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # for what is counted, and for `closed`
+        self.stats: dict[str, float] = dict.fromkeys((*_COUNTED_AS, "waited_s", "longest_wait_s"), 0)
+        self.splits: Counter[str] = Counter()  # by fingerprint
         self._connecting = threading.Lock()
         self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
         self._coordinator: _coordinator.Coordinator | None = None
         self._is_published = False
-        self._splits_of: dict[str, int] = {}
         if settings.world_size > 1 and settings.rank == settings.coordinator_rank:
             self._is_published = settings.store() is not None
             listener, self.endpoint = _rendezvous.select_handshake_port(settings)
@@ -97,23 +98,17 @@ class _Session:
 
     def _facts(self) -> dict[str, Any]:
         settings = self.settings
-        facts: dict[str, Any] = {
-            "rank": settings.rank,
-            "world_size": settings.world_size,
-            "coordinator_rank": settings.coordinator_rank,
+        as_they_are = ("rank", "world_size", "coordinator_rank", "groups", "timeout_s")
+        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_tpu")}
+        return {
+            **{name: getattr(settings, name) for name in as_they_are},
+            **{name: str(version) for name, version in versions.items() if version is not None},
             "stage": settings.stage.name,
-            "groups": settings.groups,
-            "timeout_s": settings.timeout_s,
             "on_timeout": "split" if settings.split_on_timeout else "raise",
             "python": ".".join(map(str, sys.version_info[:3])),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        for name in ("torch", "torch_tpu"):
-            version = getattr(sys.modules.get(name), "__version__", None)
-            if version is not None:
-                facts[name] = str(version)
-        return facts
 
     def connected(self) -> _client.Client:
         """The client, with a connection: made when it is first needed."""
@@ -125,7 +120,7 @@ class _Session:
                 return self.client
             if self._connect_failure is not failure_before and self._connect_failure is not None:
                 raise self._connect_failure.with_traceback(None)  # another thread's attempt, while this one waited
-            with self._lock:
+            with self.lock:
                 self.must_be_open()
                 self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             self.publish()
@@ -163,25 +158,9 @@ class _Session:
         can_plan = partial and _extra("_graph_plan") is not None
         return (_protocol.PARTIAL if can_plan else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
 
-    def count(self, outcome: int, waited_s: float) -> None:
-        """Counts one handshake, how it ended, and the seconds that it took."""
-        with self._lock:
-            self.counters[outcome - 1] += 1
-            self.waited_s += waited_s
-            if waited_s > self.longest_wait_s:
-                self.longest_wait_s = waited_s
-
-    def splits_seen(self, fingerprint: str) -> int:
-        """Counts one more split of this fingerprint."""
-        with self._lock:
-            if len(self._splits_of) > MAX_SPLITS_COUNTED:
-                self._splits_of.clear()
-            count = self._splits_of[fingerprint] = self._splits_of.get(fingerprint, 0) + 1
-            return count
-
     def close(self) -> None:
         """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent."""
-        with self._lock:
+        with self.lock:
             if not self.closed:
                 self.closed = "the handshake was closed; make a new Handshake()"
                 _vocabulary.given_group_naming = None
@@ -212,13 +191,8 @@ _FORKED = (
 _forked_ranks: set[int] = set()
 
 
-class _Thread(threading.local):
-    """The exchange that each thread has still to go through: the others must not wait for one that can't come."""
-
-    exchange: "weakref.ref[Any] | None" = None
-
-
-_thread = _Thread()
+# Each thread's `exchanges`: the one that it has still to go through, unless its ticket was let go.
+_thread = threading.local()
 
 
 class Handshake:
@@ -316,10 +290,7 @@ class Handshake:
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
             HandshakeError: the handshake was closed.
         """
-        pending = self._vote(request, graph_text, False)
-        if pending is None:
-            return True
-        return _verdict(self._session, pending, request.executable_fingerprint, graph_text)
+        return self.submit_async(request, graph_text).result()
 
     def submit_async(
         self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
@@ -330,40 +301,26 @@ class Handshake:
             partial: this rank is able to agree on a plan that keeps the common part of diverging graphs fat;
                 see `Ticket.exchange`. Only if all ranks involved say so does it come to that.
         """
-        pending = self._vote(request, graph_text, partial)
-        return Ticket(self._session, pending, request.executable_fingerprint, graph_text)
-
-    def _vote(
-        self, request: CollectiveHandshakeRequest, text: GraphText, partial: bool
-    ) -> "_client.PendingVote | None":
         session = self._session
         if not isinstance(request, CollectiveHandshakeRequest):
             raise HandshakeTypeError(f"expected a CollectiveHandshakeRequest, got {type(request).__name__}")
         if request.rank != session.client.rank:
-            raise HandshakeConfigError(
-                f"a request of rank {request.rank} was submitted on rank {session.client.rank}", ranks=[request.rank]
-            )
-        if not session.client.is_connected:
+            text = f"a request of rank {request.rank} was submitted on rank {session.client.rank}"
+            raise HandshakeConfigError(text, ranks=[request.rank])
+        client, fingerprint = session.client, request.executable_fingerprint
+        if not client.is_connected:
             session.must_be_open()
-            for group in request.participating_groups:
-                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
-            if not has_collectives_between_ranks(dict.fromkeys(request.participating_groups, 1)):
-                return None
+            if not client.resolve(dict.fromkeys(request.participating_groups, 1)):  # it meets nobody
+                return Ticket(session, None, fingerprint, graph_text)
             session.connected()
-        digest = _vocabulary.fingerprint_digest(request.executable_fingerprint)
-        return session.client.vote_counted(request.pg_collective_counts, digest, session.flags(text, partial))
+        digest, flags = _vocabulary.fingerprint_digest(fingerprint), session.flags(graph_text, partial)
+        pending = client.vote_counted(request.pg_collective_counts, digest, flags)
+        return Ticket(session, pending, fingerprint, graph_text)
 
     def stats(self) -> dict[str, float]:
         """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
         `waited_s` and `longest_wait_s` in seconds, `bytes_sent`."""
-        session = self._session
-        return {
-            "handshakes": sum(session.counters),
-            **dict(zip(_COUNTED_AS, session.counters, strict=True)),
-            "waited_s": session.waited_s,
-            "longest_wait_s": session.longest_wait_s,
-            "bytes_sent": session.client.bytes_sent,
-        }
+        return {**self._session.stats, "bytes_sent": self._session.client.bytes_sent}
 
     def close(self) -> None:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
@@ -387,16 +344,15 @@ class Ticket:
             another vote first has left them, which calls them off for all; so does letting go of the ticket.
     """
 
+    exchange: Any = None
+
     def __init__(
         self, session: _Session, pending: _client.PendingVote | None, fingerprint: str, text: GraphText
     ) -> None:
-        self._session = session
-        self._pending = pending
-        self._fingerprint = fingerprint
-        self._text = text
+        self._session, self._pending = session, pending
+        self._fingerprint, self._text = fingerprint, text
         self._lock = threading.Lock()
         self._answer: bool | HandshakeError | None = True if pending is None else None
-        self.exchange: Any = None
 
     def __del__(self) -> None:
         if self._pending is not None and self._answer is None:
@@ -407,26 +363,36 @@ class Ticket:
         if self._answer is None:
             with self._lock:
                 if self._answer is None and self._pending is not None:
-                    waited_s = _wait(self._session, self._pending)
-                    self._answer = self._pending.outcome == _protocol.FAT or self._not_fat(self._pending, waited_s)
+                    self._answer = self._wait(self._session, self._pending)
         if isinstance(self._answer, HandshakeError):
             raise self._answer.with_traceback(None)
         return bool(self._answer)
 
+    def _wait(self, session: _Session, pending: _client.PendingVote) -> bool | HandshakeError:
+        """Waits for the verdict, counts it, and does what follows from it."""
+        if not pending.outcome:
+            # If this thread has not gone through its last exchange, it can't any more: nobody must wait for it there.
+            for exchange in vars(_thread).pop("exchanges", ()):
+                exchange.leave()
+            session.client.wait(pending, pending.sent_at + session.wait_s)
+        waited_s = time.monotonic() - pending.sent_at
+        with session.lock:
+            stats = session.stats
+            stats["handshakes"] += 1
+            stats[_COUNTED_AS[pending.outcome]] += 1
+            stats["waited_s"] += waited_s
+            stats["longest_wait_s"] = max(stats["longest_wait_s"], waited_s)
+        return pending.outcome == _protocol.FAT or self._not_fat(pending, waited_s)
+
     def _not_fat(self, pending: _client.PendingVote, waited_s: float) -> bool | HandshakeError:
-        settings = self._session.settings
-        reason = pending.facts.get("reason", "no reason was given")
-        fields: dict[str, Any] = {"seconds": waited_s}
-        for name in ("ranks", "group"):
-            if pending.facts.get(name):
-                fields[name] = _protocol.ranks_of(pending.facts[name])
-        if pending.facts.get("span"):
-            fields["span"] = tuple(pending.facts["span"])
+        settings, facts = self._session.settings, pending.facts
+        reason = facts.get("reason", "no reason was given")
+        ranks, group = (_protocol.ranks_of(facts.get(name) or ()) for name in ("ranks", "group"))
+        span = tuple(facts["span"]) if facts.get("span") else None
+        fields: dict[str, Any] = {"ranks": ranks, "group": group or None, "span": span, "seconds": waited_s}
         if pending.outcome == _protocol.TIMEOUT:
-            missing = fields.get("ranks", ())
-            who = _vocabulary.format_ranks(missing)
-            what_to_do = f"Look at the log of {who}: hung, slower, or running other graphs"
-            if settings.rank in missing:
+            what_to_do = f"Look at the log of {_vocabulary.format_ranks(ranks)}: hung, slower, or running other graphs"
+            if settings.rank in ranks:
                 what_to_do = "This rank is slower than that, or runs other graphs"
             message = (
                 f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). {what_to_do}. A longer wait: "
@@ -459,11 +425,15 @@ class Ticket:
             wait_s = max(wait_s, client.coordinator["timeout_s"] + _client.COORDINATOR_GRACE_S)
             channel = _client.Channel(client, pending, _protocol.PLANS, wait_s)
             self.exchange = plans.Exchange(channel, self._session.settings.rank)
-            _thread.exchange = weakref.ref(self.exchange)
+            _thread.exchanges = weakref.WeakSet([self.exchange])
 
     def _log_split(self, reason: str) -> None:
-        settings, fingerprint = self._session.settings, self._fingerprint
-        count = self._session.splits_seen(fingerprint)
+        settings, splits, fingerprint = self._session.settings, self._session.splits, self._fingerprint
+        with self._session.lock:
+            if len(splits) > MAX_SPLITS_COUNTED:
+                splits.clear()
+            splits[fingerprint] += 1
+            count = splits[fingerprint]
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
         variable, folder = _rendezvous.DEBUG_VARIABLE, self._session.client.coordinator.get("debug")
@@ -472,35 +442,6 @@ class Ticket:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
         text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
-
-
-def _wait(session: _Session, pending: _client.PendingVote) -> float:
-    """Waits for the verdict on a vote, and counts it. Returns the seconds that it took."""
-    if not pending.outcome:
-        _leave_exchange()
-        session.client.wait(pending, pending.sent_at + session.wait_s)
-    waited_s = time.monotonic() - pending.sent_at
-    session.count(pending.outcome, waited_s)
-    return waited_s
-
-
-def _verdict(session: _Session, pending: _client.PendingVote, fingerprint: str, text: GraphText) -> bool:
-    """The verdict on a vote, without a ticket where it is fat. Returns and raises what `Handshake.submit` does."""
-    waited_s = _wait(session, pending)
-    if pending.outcome == _protocol.FAT:
-        return True
-    ticket = Ticket(session, pending, fingerprint, text)
-    ticket._answer = ticket._not_fat(pending, waited_s)
-    return ticket.result()
-
-
-def _leave_exchange() -> None:
-    """This thread is about to wait for a vote: if it has not gone through its last exchange, it can't any more, and the
-    ranks that wait there must not wait for it."""
-    exchange = None if _thread.exchange is None else _thread.exchange()
-    _thread.exchange = None
-    if exchange is not None:
-        exchange.leave()
 
 
 _absent: set[str] = set()
@@ -541,21 +482,16 @@ def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> b
     return False
 
 
-# The last texts of the stage's variables and what they mean: parsing them anew would be most of `should_handshake`.
-_stage_seen: tuple[tuple[str | None, ...], HandshakeStage] = ((), HandshakeStage.OFF)
+@functools.lru_cache(maxsize=1)  # parsing them anew would be most of `should_handshake`
+def _stage_by_variables(*texts: str | None) -> HandshakeStage:
+    return HandshakeStage.from_env()
 
 
 def _stage_now() -> HandshakeStage:
-    global _stage_seen
     session = _session
     if session is not None and not session.closed:
         return session.settings.stage
-    environment, (name, other_name) = os.environ, _vocabulary.STAGE_VARIABLES
-    texts = (environment.get(name), environment.get(other_name))
-    seen = _stage_seen
-    if seen[0] != texts:
-        seen = _stage_seen = (texts, HandshakeStage.from_env())
-    return seen[1]
+    return _stage_by_variables(*map(os.environ.get, _vocabulary.STAGE_VARIABLES))
 
 
 def submit_handshake(
@@ -588,19 +524,18 @@ def submit_handshake_async(
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
     stage = HandshakeStage.DISPATCH_STAGE
     gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage)
-    session, pending = (Handshake()._session, None) if gate._remembered else gate._cast(partial)
-    return Ticket(session, pending, executable_fingerprint, graph_module_str)
+    return Ticket(Handshake()._session, None, executable_fingerprint, None) if gate._remembered else gate._cast(partial)
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
     moves on, and nobody votes. Starts and connects nothing: without a session it is kept for the next one."""
-    for group, number in _vocabulary.collectives_by_group({pg: num_collectives}).items():
-        with _session_lock:
-            if _session is None or _session.closed:
-                _recorded[group] = ProcessGroupCollectiveCount(_recorded.get(group, 0) + number, 0).end
-                continue
-        _session.client.record_eager(group, number)
+    [(group, number)] = _vocabulary.collectives_by_group({_vocabulary.as_process_group_id(pg): num_collectives}).items()
+    with _session_lock:
+        if _session is not None and not _session.closed:
+            _session.client.record_eager(group, number)
+        else:
+            _recorded[group] = ProcessGroupCollectiveCount(_recorded.get(group, 0) + number, 0).end
 
 
 class DispatchGate:
@@ -642,19 +577,18 @@ class DispatchGate:
         """Whether this dispatch runs fat."""
         if self._remembered is not None:
             return self._remembered
-        session, pending = self._cast()
-        return _verdict(session, pending, self._fingerprint, self._text)
+        return self._cast().result()
 
-    def _cast(self, partial: bool = False) -> "tuple[_Session, _client.PendingVote]":
+    def _cast(self, partial: bool = False) -> Ticket:
         session = self._session
         if session is None or session.closed:
             session = Handshake()._session
-            for group in [group for group, number in self._collectives.items() if number]:
-                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
-            self._takes = session.connected().resolve(self._collectives)
+            self._takes = session.client.resolve(self._collectives)
+            session.connected()
             self._flags = session.flags(self._text, partial)
             self._session = session
-        return session, session.client.vote(self._takes, self._digest, self._flags)
+        pending = session.client.vote(self._takes, self._digest, self._flags)
+        return Ticket(session, pending, self._fingerprint, self._text)
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks
@@ -669,11 +603,11 @@ def _forget_after_fork() -> None:
     global _session, _session_lock
     _recorded.clear()
     _session_lock = threading.RLock()
-    if _session is not None and not _session.closed and _session.settings.world_size > 1:
-        _forked_ranks.add(_session.settings.rank)
     if _session is not None:
+        if not _session.closed and _session.settings.world_size > 1:
+            _forked_ranks.add(_session.settings.rank)
         _session.abandon()
-    _session = None
+        _session = None
 
 
 atexit.register(_close)
