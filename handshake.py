@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,20 +57,14 @@ _select_handshake_port = _rendezvous.select_handshake_port
 
 logger = logging.getLogger("torch_tpu.handshake")
 
-# A graph's record or text, or a callable that makes it. The callable is called in a thread of its own, at most once,
-# and only if debugging is on and the ranks were split: the graph must not change until then.
-GraphText = str | Callable[[], str] | None
-
-# Fingerprints whose splits are counted, so that a split at every step does not bury the log. A job that makes new ones
-# for ever loses only how often it was told about old ones.
+GraphText = str | Callable[[], str] | None  # see `submit_handshake`
+# Fingerprints whose splits are counted. A job that makes new ones for ever is told of old ones once more.
 MAX_SPLITS_COUNTED = 10_000
-
-_COUNTED_AS = ("handshakes", "fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number on the wire
+_COUNTED_AS = ("handshakes", "fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number
 
 
 class _Session:
-    """What this process has of its job's handshakes: lines and connection (`client`), and on the coordinator rank the
-    coordinator."""
+    """What this process has of its job's handshakes: lines, connection, and on its rank the coordinator."""
 
     def __init__(self, settings: _rendezvous.Settings) -> None:
         self.settings = settings
@@ -82,12 +75,11 @@ class _Session:
         self.wait_s = settings.timeout_s + _client.COORDINATOR_GRACE_S
         self.lock = threading.Lock()  # for what is counted, and for `closed`
         self.stats: dict[str, float] = dict.fromkeys((*_COUNTED_AS, "waited_s", "longest_wait_s"), 0)
-        self.splits: Counter[str] = Counter()  # by fingerprint
+        self.splits: dict[str, int] = {}  # by fingerprint
         self._connecting = threading.Lock()
         self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
         self._coordinator: _coordinator.Coordinator | None = None
-        self._is_published = False
         if settings.world_size > 1 and settings.rank == settings.coordinator_rank:
             self._is_published = settings.store() is not None
             listener, self.endpoint = _rendezvous.select_handshake_port(settings)
@@ -99,10 +91,10 @@ class _Session:
     def _facts(self) -> dict[str, Any]:
         settings = self.settings
         as_they_are = ("rank", "world_size", "coordinator_rank", "groups", "timeout_s")
-        versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_tpu")}
+        found = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_tpu")}
         return {
             **{name: getattr(settings, name) for name in as_they_are},
-            **{name: str(version) for name, version in versions.items() if version is not None},
+            **{name: str(version) for name, version in found.items() if version is not None},
             "stage": settings.stage.name,
             "on_timeout": "split" if settings.split_on_timeout else "raise",
             "python": ".".join(map(str, sys.version_info[:3])),
@@ -112,8 +104,6 @@ class _Session:
 
     def connected(self) -> _client.Client:
         """The client, with a connection: made when it is first needed."""
-        if self.client.is_connected:
-            return self.client
         failure_before = self._connect_failure
         with self._connecting:
             if self.client.is_connected:
@@ -136,7 +126,6 @@ class _Session:
         return self.client
 
     def _find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
-        # The coordinator's own rank knows what it bound; the others ask.
         if self.endpoint is not None:
             own = _rendezvous.loopback_address(self.settings.host)
             return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
@@ -165,10 +154,9 @@ class _Session:
                 self.closed = "the handshake was closed; make a new Handshake()"
                 _vocabulary.given_group_naming = None
             self._connect_within.cut()
-            coordinator, self._coordinator = self._coordinator, None
         self.client.close(self.closed)
-        if coordinator is not None:
-            coordinator.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
@@ -190,9 +178,9 @@ _FORKED = (
 )
 _forked_ranks: set[int] = set()
 
-
 # Each thread's `exchanges`: the one that it has still to go through, unless its ticket was let go.
 _thread = threading.local()
+_absent: set[str] = set()  # modules that are not there, which was said
 
 
 class Handshake:
@@ -240,11 +228,11 @@ class Handshake:
         """
         global _session, _recorded
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
-        session = _session
-        if session is None or session.closed or given:
+        if _session is None or _session.closed or given:
             with _session_lock:
-                session = _session
-                if session is None or session.closed:
+                if _session is not None and not _session.closed:
+                    _session.settings.must_agree_with(given)
+                else:
                     settings = _rendezvous.Settings.resolve(given)
                     if settings.rank in _forked_ranks:
                         raise HandshakeError(f"rank {settings.rank}: {_FORKED}")
@@ -252,10 +240,8 @@ class Handshake:
                     session.client.eager, _recorded = _recorded, {}
                     _session = session
                     _vocabulary.given_group_naming = groups
-                else:
-                    session.settings.must_agree_with(given)
-        session.publish()
-        self._session = session
+        self._session = _session
+        self._session.publish()
 
     @property
     def rank(self) -> int:
@@ -344,8 +330,6 @@ class Ticket:
             another vote first has left them, which calls them off for all; so does letting go of the ticket.
     """
 
-    exchange: Any = None
-
     def __init__(
         self, session: _Session, pending: _client.PendingVote | None, fingerprint: str, text: GraphText
     ) -> None:
@@ -353,6 +337,7 @@ class Ticket:
         self._fingerprint, self._text = fingerprint, text
         self._lock = threading.Lock()
         self._answer: bool | HandshakeError | None = True if pending is None else None
+        self.exchange: Any = None
 
     def __del__(self) -> None:
         if self._pending is not None and self._answer is None:
@@ -371,7 +356,7 @@ class Ticket:
     def _wait(self, session: _Session, pending: _client.PendingVote) -> bool | HandshakeError:
         """Waits for the verdict, counts it, and does what follows from it."""
         if not pending.outcome:
-            # If this thread has not gone through its last exchange, it can't any more: nobody must wait for it there.
+            # An exchange that this thread has not gone through it can't any more: nobody must wait for it there.
             for exchange in vars(_thread).pop("exchanges", ()):
                 exchange.leave()
             session.client.wait(pending, pending.sent_at + session.wait_s)
@@ -391,13 +376,12 @@ class Ticket:
         span = tuple(facts["span"]) if facts.get("span") else None
         fields: dict[str, Any] = {"ranks": ranks, "group": group or None, "span": span, "seconds": waited_s}
         if pending.outcome == _protocol.TIMEOUT:
-            what_to_do = f"Look at the log of {_vocabulary.format_ranks(ranks)}: hung, slower, or running other graphs"
-            if settings.rank in ranks:
-                what_to_do = "This rank is slower than that, or runs other graphs"
-            message = (
-                f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s). {what_to_do}. A longer wait: "
-                f"{_rendezvous.TIMEOUT_VARIABLE}"
-            )
+            what_to_do = "This rank is slower than that, or runs other graphs"
+            if settings.rank not in ranks:
+                who = _vocabulary.format_ranks(ranks)
+                what_to_do = f"Look at the log of {who}: hung, slower, or running other graphs"
+            what_happened = f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s)"
+            message = f"{what_happened}. {what_to_do}. A longer wait: {_rendezvous.TIMEOUT_VARIABLE}"
             if not settings.split_on_timeout:
                 split = f"to go on split instead: {_rendezvous.ON_TIMEOUT_VARIABLE}=split"
                 return HandshakeTimeoutError(f"{message}; {split}", **fields)
@@ -432,8 +416,7 @@ class Ticket:
         with self._session.lock:
             if len(splits) > MAX_SPLITS_COUNTED:
                 splits.clear()
-            splits[fingerprint] += 1
-            count = splits[fingerprint]
+            count = splits[fingerprint] = splits.get(fingerprint, 0) + 1
         # The first is news, and then each tenfold number of them: a split at every step would bury the log.
         level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
         variable, folder = _rendezvous.DEBUG_VARIABLE, self._session.client.coordinator.get("debug")
@@ -442,9 +425,6 @@ class Ticket:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
         text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
         logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
-
-
-_absent: set[str] = set()
 
 
 def _extra(name: str) -> Any:
@@ -460,18 +440,13 @@ def _extra(name: str) -> Any:
 
 
 def should_handshake(pg_to_num_collectives: Mapping[Any, int]) -> bool:
-    """Whether a graph with these collectives must be agreed on: the stage is not OFF, and at least one collective
-    is on a group of two or more ranks."""
+    """`has_collectives_between_ranks`; but in the stage OFF, or where none is set, always False."""
     return _stage_now() is not HandshakeStage.OFF and has_collectives_between_ranks(pg_to_num_collectives)
 
 
 def has_collectives_between_ranks(pg_to_num_collectives: Mapping[Any, int]) -> bool:
     """Whether there is a collective on a group of two or more ranks, so that there is something to agree on.
-
-    Raises:
-        HandshakeTypeError: a key is not a process group, or that is not a mapping.
-        HandshakeConfigError: a count is not a whole number from 0 on.
-    """
+    Raises HandshakeTypeError for another type than a mapping from groups to whole numbers."""
     try:
         for group, count in pg_to_num_collectives.items():
             if count > 0 and len(group.ranks) > 1:
@@ -522,15 +497,17 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    stage = HandshakeStage.DISPATCH_STAGE
-    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage)
-    return Ticket(Handshake()._session, None, executable_fingerprint, None) if gate._remembered else gate._cast(partial)
+    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage="DISPATCH_STAGE")
+    if gate._remembered:
+        return Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str)
+    return gate._cast(partial)
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
     moves on, and nobody votes. Starts and connects nothing: without a session it is kept for the next one."""
-    [(group, number)] = _vocabulary.collectives_by_group({_vocabulary.as_process_group_id(pg): num_collectives}).items()
+    group = _vocabulary.as_process_group_id(pg)
+    number = _vocabulary.collectives_by_group({group: num_collectives})[group]
     with _session_lock:
         if _session is not None and not _session.closed:
             _session.client.record_eager(group, number)
