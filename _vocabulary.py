@@ -20,17 +20,14 @@ from typing import Any, Protocol
 # torch_tpu 0.2.0 reads the second; later versions the first.
 STAGE_VARIABLES = ("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "TORCH_TPU_SPMD_HANDSHAKE_STAGE")
 GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
-# How the open handshake's fingerprints name groups, where it was told; set by `handshake`.
-given_group_naming: str | None = None
-# A fingerprint is a digest in hex, or a short compound of some; more is a whole graph in the place of its fingerprint.
-MAX_FINGERPRINT_CHARACTERS = 1024
+given_group_naming: str | None = None  # as the open handshake was told; set by `handshake`
+MAX_FINGERPRINT_CHARACTERS = 1024  # of a digest in hex, or a few; more is a graph in its fingerprint's place
 # As many as the wire has bits for. A busy server issues 2**32 collectives in less than three days, a graph never.
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
 DIGEST_BYTES = 16
 MAX_WORLD_SIZE = 2**20  # ranks; a bound for what a peer may say
-# A job has tens of groups; past this many, callers make new ones for each call.
-MAX_FOREIGN_GROUPS = 4096
+MAX_FOREIGN_GROUPS = 4096  # a job has tens; past this many, callers make new ones for each call
 # Other classes' groups as ours, by the identity of their tuple of ranks, which is kept alive here: hashing 4,096 ranks
 # takes longer than a vote may.
 _foreign_groups: dict[int, tuple[tuple[int, ...], "ProcessGroupId"]] = {}
@@ -98,23 +95,21 @@ class HandshakeStage(enum.Enum):
 
 def group_naming(given: str | None = None) -> str:
     """How fingerprints name process groups: "role" (by what a group is to its members) or "exact" (by its ranks). As
-    given, or as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role". Raises HandshakeConfigError."""
+    given, as the open handshake was told, or as `GROUPS_VARIABLE` says; else "role". Raises HandshakeConfigError."""
     naming = given or given_group_naming or os.environ.get(GROUPS_VARIABLE) or "role"
     if naming not in ("role", "exact"):
-        text = f'{naming!r} is not a way to name groups; use "role" or "exact" for groups=, or in {GROUPS_VARIABLE}'
-        raise HandshakeConfigError(text)
+        use = f'use "role" or "exact" for groups=, or in {GROUPS_VARIABLE}'
+        raise HandshakeConfigError(f"{naming!r} is not a way to name groups; {use}")
     return naming
 
 
 def whole_number(value: Any, source: str, *, least: int | None = None, text: bool = False) -> int:
-    """`value` as an int: whatever Python takes as an index, numpy's integers included, but not a bool; with `text`
-    also decimal text. Anything else, or less than `least`, raises HandshakeConfigError, which names `source`, the
-    keyword or variable that gave it."""
+    """`value` as an int: any integer, numpy's too, but not a bool; with `text` also decimal text. Anything else, or
+    less than `least`, raises HandshakeConfigError, which names `source`, the keyword or variable that gave it."""
     try:
-        if not isinstance(value, bool):
-            number = int(value) if text and isinstance(value, str) else operator.index(value)
-            if least is None or number >= least:
-                return number
+        number = int(value) if text and isinstance(value, str) else operator.index(value)
+        if not isinstance(value, bool) and (least is None or number >= least):
+            return number
     except (TypeError, ValueError):
         pass
     bound = "" if least is None else f" of at least {least}"
@@ -124,8 +119,7 @@ def whole_number(value: Any, source: str, *, least: int | None = None, text: boo
 def format_ranks(ranks: Iterable[int], most_ranges: int = 16) -> str:
     """Ranks in any order as people read them: ``rank 3``, ``ranks 0-3, 8``; past `most_ranges` they are counted."""
     members = set(ranks)
-    firsts = sorted(rank for rank in members if rank - 1 not in members)
-    lasts = sorted(rank for rank in members if rank + 1 not in members)
+    firsts, lasts = (sorted(rank for rank in members if rank + step not in members) for step in (-1, 1))
     ranges = list(zip(firsts, lasts, strict=True))
     shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most_ranges])
     left = sum(high - low + 1 for low, high in ranges[most_ranges:])
@@ -154,7 +148,7 @@ class GroupLike(Protocol):
 
 class ProcessGroupId:
     """A process group, named by its members: `ranks`, a tuple, strictly ascending. Immutable, hashable, a sequence of
-    ranks, and equal to any object whose `.ranks` are the same, torch_tpu's own class of this name included."""
+    ranks, and equal to any object with the same `.ranks`, such as one of torch_tpu's own class of this name."""
 
     def __init__(self, ranks: Iterable[int], world_size: int | None = None) -> None:
         """`ranks` in any order; `world_size`, the number of ranks in the job, may be unknown. Raises HandshakeTypeError
@@ -170,9 +164,10 @@ class ProcessGroupId:
         if not self.ranks or self.ranks[0] < 0 or not all(map(operator.lt, self.ranks, self.ranks[1:])):
             shown = shorten(repr(list(given)))
             raise HandshakeConfigError(f"a process group needs ranks from 0 on, each once, got {shown}")
-        self.world_size = None if world_size is None else whole_number(world_size, "world_size")
-        if self.world_size is not None:
-            must_be_in_world(self.ranks, self.world_size)
+        if world_size is not None:
+            world_size = whole_number(world_size, "world_size")
+            must_be_in_world(self.ranks, world_size)
+        self.world_size = world_size
         self._hash = hash(self.ranks)
 
     def __hash__(self) -> int:
@@ -206,24 +201,21 @@ class ProcessGroupId:
 
 
 def as_process_group_id(group: GroupLike) -> ProcessGroupId:
-    """`group` as a `ProcessGroupId`: itself, or made from its `.ranks`. Raises as that, and HandshakeTypeError where
-    there are no `.ranks`."""
+    """`group` itself, or a `ProcessGroupId` of its `.ranks`. Raises as that; HandshakeTypeError without `.ranks`."""
     if type(group) is ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
     if ranks is None:
-        wanted = "ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
-        shown = shorten(repr(group))
-        raise HandshakeTypeError(f"expected a process group (an object with .ranks), got {shown}: pass {wanted}")
-    known = _foreign_groups.get(id(ranks))
-    if known is not None:
-        return known[1]
-    made = ProcessGroupId(ranks)
-    if isinstance(ranks, tuple):  # a list may change
-        if len(_foreign_groups) >= MAX_FOREIGN_GROUPS:
-            _foreign_groups.clear()
-        _foreign_groups[id(ranks)] = (ranks, made)
-    return made
+        text = f"expected a process group (an object with .ranks), got {shorten(repr(group))}"
+        raise HandshakeTypeError(f"{text}: pass ProcessGroupId(torch.distributed.get_process_group_ranks(group))")
+    _, known = _foreign_groups.get(id(ranks), (ranks, None))
+    if known is None:
+        known = ProcessGroupId(ranks)
+        if isinstance(ranks, tuple):  # a list may change
+            if len(_foreign_groups) >= MAX_FOREIGN_GROUPS:
+                _foreign_groups.clear()
+            _foreign_groups[id(ranks)] = (ranks, known)
+    return known
 
 
 def collectives_by_group(pg_to_num_collectives: Mapping[Any, int]) -> dict[ProcessGroupId, int]:
@@ -291,8 +283,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         self._pg_to_count = moved
 
     def record_eager_collectives(self, pg: GroupLike, num_collectives: int) -> None:
-        """Counts collectives that were issued on `pg` outside any graph: the line moves, nobody votes. Raises as
-        `collectives_by_group`."""
+        """Counts collectives issued outside any graph, on which nobody votes. Raises as `collectives_by_group`."""
         [(group, number)] = collectives_by_group({as_process_group_id(pg): num_collectives}).items()
         end = self[group].end if group in self else 0
         self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
@@ -304,15 +295,13 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     def matches(self, other: "RankCollectiveCounts") -> bool:
         """Whether two ranks' counts agree: on every group that surely holds both, the same span, or none on both."""
-        mine = {group: count for group, count in self.items() if count.num_collectives_in_graph}
-        theirs = {group: count for group, count in other.items() if count.num_collectives_in_graph}
-        differing = {group for group, _ in mine.items() ^ theirs.items()}
-        return not any(self._is_surely_in(group) and other._is_surely_in(group) for group in differing)
-
-    def _is_surely_in(self, group: ProcessGroupId) -> bool:
-        """Whether these counts name `group`, or their rank must be in it, as one of {0, 1} is in {0, 1, 2}."""
-        possible_ranks = set[int].intersection(*map(set, self)) if self else set[int]()
-        return group in self or (bool(possible_ranks) and possible_ranks.issubset(group))
+        mine, theirs = ({span for span in of.items() if span[1].num_collectives_in_graph} for of in (self, other))
+        differing = {group for group, _ in mine ^ theirs}
+        for counts in (self, other):
+            # Surely in those that it names, and those that hold all of these: one of {0, 1} is in {0, 1, 2}.
+            among = set[int].intersection(*map(set, counts)) if counts else set[int]()
+            differing = {group for group in differing if group in counts or (among and among.issubset(group))}
+        return not differing
 
     def to_json(self) -> list[dict[str, Any]]:
         """The counts as a list that `json.dumps` takes, one object a group."""
@@ -323,10 +312,9 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError."""
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            names = ("process_group", "collective_count_before", "num_collectives_in_graph")
-            rows = [[item[name] for name in names] for item in items]
-            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*numbers) for ranks, *numbers in rows}
-            if len(counts) < len(rows):
+            row = operator.itemgetter("process_group", "collective_count_before", "num_collectives_in_graph")
+            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*span) for ranks, *span in map(row, items)}
+            if len(counts) < len(items):
                 raise ValueError("a group is counted twice")
             return cls(counts)
         except _MALFORMED_JSON_ERRORS as error:
@@ -360,8 +348,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
 @functools.lru_cache(maxsize=4096)  # the graphs that a process dispatches over and over
 def fingerprint_digest(fingerprint: str) -> bytes:
-    """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire: of one that is 32 lowercase hex digits, as
-    `graph_fingerprint` gives, these; so logs on both sides show the same text."""
+    """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire; those that it is in lowercase hex, if so."""
     if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()

@@ -356,7 +356,7 @@ class Ticket:
     def _wait(self, session: _Session, pending: _client.PendingVote) -> bool | HandshakeError:
         """Waits for the verdict, counts it, and does what follows from it."""
         if not pending.outcome:
-            # An exchange that this thread has not gone through it can't any more: nobody must wait for it there.
+            # This thread can't go through its last exchange any more: nobody must wait for it there.
             for exchange in vars(_thread).pop("exchanges", ()):
                 exchange.leave()
             session.client.wait(pending, pending.sent_at + session.wait_s)
@@ -497,7 +497,8 @@ def submit_handshake_async(
     partial: bool = False,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
-    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage="DISPATCH_STAGE")
+    stage = HandshakeStage.DISPATCH_STAGE
+    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage)
     if gate._remembered:
         return Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str)
     return gate._cast(partial)
@@ -506,8 +507,7 @@ def submit_handshake_async(
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
     """Counts collectives that this process issued on `pg` outside any graph: the line that `submit_handshake` keeps
     moves on, and nobody votes. Starts and connects nothing: without a session it is kept for the next one."""
-    group = _vocabulary.as_process_group_id(pg)
-    number = _vocabulary.collectives_by_group({group: num_collectives})[group]
+    [(group, number)] = _vocabulary.collectives_by_group({pg: num_collectives}).items()
     with _session_lock:
         if _session is not None and not _session.closed:
             _session.client.record_eager(group, number)
@@ -552,9 +552,7 @@ class DispatchGate:
 
     def vote(self) -> bool:
         """Whether this dispatch runs fat."""
-        if self._remembered is not None:
-            return self._remembered
-        return self._cast().result()
+        return self._cast().result() if self._remembered is None else self._remembered
 
     def _cast(self, partial: bool = False) -> Ticket:
         session = self._session
