@@ -206,8 +206,9 @@ def as_process_group_id(group: GroupLike) -> ProcessGroupId:
         return group
     ranks = getattr(group, "ranks", None)
     if ranks is None:
-        text = f"expected a process group (an object with .ranks), got {shorten(repr(group))}"
-        raise HandshakeTypeError(f"{text}: pass ProcessGroupId(torch.distributed.get_process_group_ranks(group))")
+        wanted = "ProcessGroupId(torch.distributed.get_process_group_ranks(group))"
+        text = f"expected a process group (an object with .ranks), got {shorten(repr(group))}: pass {wanted}"
+        raise HandshakeTypeError(text)
     _, known = _foreign_groups.get(id(ranks), (ranks, None))
     if known is None:
         known = ProcessGroupId(ranks)
@@ -283,7 +284,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         self._pg_to_count = moved
 
     def record_eager_collectives(self, pg: GroupLike, num_collectives: int) -> None:
-        """Counts collectives issued outside any graph, on which nobody votes. Raises as `collectives_by_group`."""
+        """Counts collectives issued outside any graph, without a vote. Raises as `collectives_by_group`."""
         [(group, number)] = collectives_by_group({as_process_group_id(pg): num_collectives}).items()
         end = self[group].end if group in self else 0
         self._pg_to_count = {**self._pg_to_count, group: ProcessGroupCollectiveCount(end + number, 0)}
@@ -295,8 +296,9 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
     def matches(self, other: "RankCollectiveCounts") -> bool:
         """Whether two ranks' counts agree: on every group that surely holds both, the same span, or none on both."""
-        mine, theirs = ({span for span in of.items() if span[1].num_collectives_in_graph} for of in (self, other))
-        differing = {group for group, _ in mine ^ theirs}
+        mine = {group: count for group, count in self.items() if count.num_collectives_in_graph}
+        theirs = {group: count for group, count in other.items() if count.num_collectives_in_graph}
+        differing = {group for group, _ in mine.items() ^ theirs.items()}
         for counts in (self, other):
             # Surely in those that it names, and those that hold all of these: one of {0, 1} is in {0, 1, 2}.
             among = set[int].intersection(*map(set, counts)) if counts else set[int]()
@@ -312,9 +314,10 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
         """The counts that `to_json` gave, as that list or as its text. Raises HandshakeProtocolError."""
         try:
             items = json.loads(data) if isinstance(data, str) else data
-            row = operator.itemgetter("process_group", "collective_count_before", "num_collectives_in_graph")
-            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*span) for ranks, *span in map(row, items)}
-            if len(counts) < len(items):
+            names = ("process_group", "collective_count_before", "num_collectives_in_graph")
+            rows = [[item[name] for name in names] for item in items]
+            counts = {ProcessGroupId(ranks): ProcessGroupCollectiveCount(*numbers) for ranks, *numbers in rows}
+            if len(counts) < len(rows):
                 raise ValueError("a group is counted twice")
             return cls(counts)
         except _MALFORMED_JSON_ERRORS as error:
@@ -348,7 +351,7 @@ class RankCollectiveCounts(Mapping[ProcessGroupId, ProcessGroupCollectiveCount])
 
 @functools.lru_cache(maxsize=4096)  # the graphs that a process dispatches over and over
 def fingerprint_digest(fingerprint: str) -> bytes:
-    """The `DIGEST_BYTES` bytes that stand for `fingerprint` on the wire; those that it is in lowercase hex, if so."""
+    """The bytes that stand for `fingerprint` on the wire, `DIGEST_BYTES`; 32 lowercase hex digits are their own."""
     if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()

@@ -304,8 +304,7 @@ class Handshake:
         return Ticket(session, pending, fingerprint, graph_text)
 
     def stats(self) -> dict[str, float]:
-        """What this process has seen since it connected: handshakes whose answer was asked for, and how they ended,
-        `waited_s` and `longest_wait_s` in seconds, `bytes_sent`."""
+        """Handshakes that were waited for, how they ended, `waited_s`, `longest_wait_s` and `bytes_sent`."""
         return {**self._session.stats, "bytes_sent": self._session.client.bytes_sent}
 
     def close(self) -> None:
@@ -558,6 +557,8 @@ class DispatchGate:
         session = self._session
         if session is None or session.closed:
             session = Handshake()._session
+            for group in [group for group, number in self._collectives.items() if number]:
+                _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             self._takes = session.client.resolve(self._collectives)
             session.connected()
             self._flags = session.flags(self._text, partial)
