@@ -465,7 +465,8 @@ def _stage_now() -> HandshakeStage:
     session = _session
     if session is not None and not session.closed:
         return session.settings.stage
-    return _stage_by_variables(*map(os.environ.get, _vocabulary.STAGE_VARIABLES))
+    get, (name, other_name) = os.environ.get, _vocabulary.STAGE_VARIABLES
+    return _stage_by_variables(get(name), get(other_name))
 
 
 def submit_handshake(
@@ -537,8 +538,7 @@ class DispatchGate:
         self._digest = _vocabulary.fingerprint_digest(_vocabulary.usable_fingerprint(executable_fingerprint))
         self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
         self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
-        # Of the session in which it voted last; its groups are resolved once for each.
-        self._session: _Session | None = None
+        self._session: _Session | None = None  # in which it voted last; its groups are resolved once for each
         self._takes: list[tuple[_client.Line, int]] = []
         self._flags = 0
         self._remembered: bool | None = None
