@@ -2,9 +2,9 @@
 """The report on a split: what differs between the ranks' graphs, said so that a person can fix it.
 
 **The report.** `explain` compares every variant with the reference (`_graph_diff`): the variant that most ranks have;
-of several, the one with the lowest rank. Rank 0 may be the odd one out. The facts that come of it are written as JSON,
-as text for a log, and on a page: one HTML file without scripts, in which everything that comes from a graph is escaped,
-with the graphs side by side.
+of several, the one with the lowest rank. Rank 0 may be the odd one out. What comes of it are facts, which are written
+as JSON; the text for a log is made from them, and the page is that text with the graphs side by side: one HTML file
+without scripts, in which everything that comes from a graph is escaped.
 
 **During a job.** The coordinator hands the votes that were answered to `Reports`. Of each split component one graph is
 asked for each distinct fingerprint, of one rank (`send_graph` is that rank's part). When the component is complete and
@@ -16,7 +16,6 @@ graphs of it have come in since: a job may split at every step.
 import contextlib
 import dataclasses
 import hashlib
-import html
 import importlib.util
 import itertools
 import json
@@ -31,67 +30,49 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 if __package__:
     from . import _graph_diff
-    from ._graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from ._graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
     from ._vocabulary import HandshakeError, format_ranks
 else:
     import _graph_diff
-    from _graph_diff import NOT_THERE, Body, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from _graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
     from _vocabulary import HandshakeError, format_ranks
 
 _logger = logging.getLogger("torch_tpu.handshake")
-
 
 # Of differences, variants, notes and pieces of advice so many are shown, and of the values of one difference: in a log
 # that is a screen or two, on the page what a browser scrolls with ease.
 MAX_LOG_ITEMS, MAX_LOG_VALUES = 10, 4
 MAX_PAGE_ITEMS, MAX_PAGE_VALUES = 200, 64
-MAX_TEXT_COLUMNS = 110
+MAX_TEXT_COLUMNS = 114
 # A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
-MAX_LINE_CHARACTERS = 160
-LEAD_CHARACTERS = 40
+MAX_LINE_CHARACTERS, LEAD_CHARACTERS = 160, 40
 # Graphs side by side: of variants, rows, and equal nodes around a changed one; and the characters of a node.
-MAX_COMPARISONS = 12
-MAX_ROWS = 400
-CONTEXT_NODES = 3
-MAX_NODE_CHARACTERS = 2000
+MAX_COMPARISONS, MAX_ROWS, CONTEXT_NODES, MAX_NODE_CHARACTERS = 12, 400, 3, 2000
 
-# A graph on its way, compressed (one of 100,000 nodes takes some 4 MB), and what it may be unpacked.
-MAX_GRAPH_BYTES = 8 * 2**20
-MAX_TEXT_BYTES = 64 * 2**20
-# Graphs that one report compares; with one variant for each rank, further ones show nothing new.
-MAX_VARIANTS = 64
+MAX_GRAPH_BYTES = 8 * 2**20  # a graph on its way, compressed: one of 100,000 nodes takes some 4 MB
+MAX_TEXT_BYTES = 64 * 2**20  # what it may be unpacked
+MAX_VARIANTS = 64  # graphs that one report compares; where each rank has its own, further ones show nothing new
 # Graphs, compressed, that are kept for reports or on their way; past either bound no more are asked for.
-MAX_GRAPHS = 1024
-MAX_GRAPHS_BYTES = 256 * 2**20
-# Split components that are kept for votes that come late; the ranks that the oldest lack never come.
-MAX_SPLITS = 256
-# Reports of one job, since what differs is known long before; and comparisons that wait, since one runs at a time.
-MAX_REPORTS = 1024
-MAX_WAITING = 64
-# Of each group, the last handshakes that a report mentions; and groups of which they are kept.
-HANDSHAKES_BEFORE = 3
-MAX_LINES = 4096
-# A report is made when the component is complete and its graphs are in, or so long after the split.
-REPORT_WAIT_S = 10.0
-# A graph that was asked for and has not come by then is asked of others; making one of 100,000 nodes takes seconds.
-GRAPH_WITHIN_S = 60.0
+MAX_GRAPHS, MAX_GRAPHS_BYTES = 1024, 256 * 2**20
+MAX_SPLITS = 256  # split components that are kept for late votes; the ranks that the oldest lack never come
+MAX_REPORTS = 1024  # of one job, since what differs is known long before
+MAX_WAITING = 64  # comparisons that wait, since one runs at a time
+HANDSHAKES_BEFORE = 3  # the last ones of a group, which a report mentions
+MAX_LINES = 4096  # groups of which these are kept
+REPORT_WAIT_S = 10.0  # a report is made when all that it needs is in, or so long after the split
+GRAPH_WITHIN_S = 60.0  # then a graph is asked of others; making one of 100,000 nodes takes seconds
 # What one comparison may take; how often to look whether it has ended; and what is left to it when the job ends.
-COMPARE_WITHIN_S = 120.0
-LOOK_EVERY_S = 0.05
-CLOSE_WITHIN_S = 3.0
+COMPARE_WITHIN_S, LOOK_EVERY_S, CLOSE_WITHIN_S = 120.0, 0.05, 3.0
 # A report's text for the log, what is said of a failure, and how many different failures are said.
-MAX_REPORT_CHARACTERS = 2**18
-MAX_FAILURE_CHARACTERS = 1000
-MAX_FAILURES = 64
+MAX_REPORT_CHARACTERS, MAX_FAILURE_CHARACTERS, MAX_FAILURES = 2**18, 1000, 64
 
-# Steps of the messages between the coordinator and a rank.
-LOG, ASK, GRAPH = 0, 1, 2
-# What a rank sends in place of a graph that it can't give begins with this.
-NO_GRAPH = "# no graph: "
+LOG, ASK, GRAPH = 0, 1, 2  # steps of the messages between the coordinator and a rank
+NO_GRAPH = "# no graph: "  # what a rank sends in place of a graph that it can't give begins with this
 VERSIONS = ("python", "torch", "torch_tpu")
 
 
@@ -118,72 +99,65 @@ class Context(NamedTuple):
 
 # --- Advice -----------------------------------------------------------------------------------------------------------
 
-
 # What to do, by topic.
 _ADVICE_TEXT = """\
 versions: The ranks have different library versions (above). Install the same ones everywhere first: other versions
   decompose, fuse and partition differently.
-hosts: The variants follow the hosts. Compare the hosts: library versions, environment variables, and compile caches
-  (one that is warm on some hosts only can give them an older graph; clear it or share it).
+hosts: The variants follow the hosts. Compare their library versions, environment variables and compile caches (one that
+  is warm on some hosts only can give them an older graph: clear it or share it).
 nothing differs: The graphs of {odd} and of the reference read the same, so their fingerprints differ in something that
   is not shown: values of tensor constants, inputs that share memory, descriptions of process groups, or how the graph
-  was compiled. A fingerprint of the executable also differs where library versions or compiler flags do.
+  was compiled (in an executable's also library versions or compiler flags).
 shard: The bounds of each rank's shard ({formulas}) are baked into the graph as Python constants{at}. Keep them in a
   buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
   function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
 number: A number that depends on the rank ({formulas}) is baked into the graph as a Python constant{at}. Pass it in as a
-  tensor, and compute with that (where it is an index or the start of a slice, by `x.index_select(dim, start +
+  tensor, and compute with that (an index or the start of a slice by `x.index_select(dim, start +
   torch.arange(length))`): then all ranks trace one graph.
 constant: A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment
   variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor.
 setting: An argument that no tensor can stand for (a kind of reduction, an epsilon, a dimension, a flag) is not the same
-  on all ranks{at}: it comes from a setting, an environment variable or a branch on the rank. Make it equal on all
-  ranks.
+  on all ranks{at}: make equal the setting, the environment variable or the branch on the rank that it comes from.
 tensor constant: A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it
   once in `__init__` with `register_buffer`, or pass it in as an input.
 graph break: One graph ends or begins where the other goes on{at}: probably a graph break, or a function compiled
   separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
-  `torch.compile(fullgraph=True)` turns a break into an error at its place. If no rank breaks there, the rest is under a
-  condition that depends on the rank: run it on all ranks.
-collectives: Not all ranks issue the same collectives{at}: on the device the ranks would wait for one another forever.
-  Issue the collective on all members of its group (with an empty or zero input where a rank has nothing to give), not
-  under a condition that depends on the rank.
+  `torch.compile(fullgraph=True)` turns a break into an error. If no rank breaks there, the rest is under a condition
+  that depends on the rank: run it on all ranks.
+collectives: Not all ranks issue the same collectives{at}: on the device they would wait for one another forever. Issue
+  each on all members of its group (with an empty or zero input where a rank has nothing to give), not under a condition
+  that depends on the rank.
 graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are at different places of
-  the program. Look for a branch on the rank or on data before this point, or for a graph break, a recompile or a warm
+  the program. Look before this point for a branch on the rank or on data, or for a graph break, a recompile or a warm
   compile cache on some ranks only.
-operations: The ranks traced different operations{at}. Look there for a branch on the rank or on its settings, and
-  remove it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some
-  ranks only (clear it or share it), or a partitioner that chose differently.
+operations: The ranks traced different operations{at}. Look there for a branch on the rank or its settings, and remove
+  it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some ranks
+  only (clear it or share it), or a partitioner that chose differently.
 order of collectives: The same collectives come in another order on {odd}{at}: on the device the ranks would wait for
   one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
-  keys, not over a set or dict that was filled in another order; without passes that reorder by timings measured in each
-  process (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for
-  all.
+  keys, not over a set or dict that was filled in another order; without passes that reorder by timings of each process
+  (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all.
 shape: Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; uneven
   shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before
   the first call, or `torch.compile(dynamic=True)`.
-dtype: The dtype is not the same on all ranks{at}: check that autocast, the parameters' dtype and the loaded checkpoint
-  are the same everywhere.
+dtype: The dtype is not the same on all ranks{at}: check autocast, the parameters' dtype and the loaded checkpoint.
 stride: The stride is not the same on all ranks{at}: call `.contiguous()` (or use one memory format) before the compiled
   part.
 device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
 name of a group: The group has the same ranks but was created under another name{at}: names are counted in the order of
-  creation. Create the groups in the same order, and as many, on all ranks (every rank calls new_group for every group,
-  its own or not), or take them from one DeviceMesh.
+  creation. Create the same groups in the same order on all ranks (every rank calls new_group for every group, its own
+  or not), or take them from one DeviceMesh.
 group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
   fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on all ranks, and
-  create the groups in the same order on all of them.
-change in place: An input is changed in place on some ranks only{at}: change it on all ranks or on none, or work on a
-  copy.
+  create the groups in the same order.
+change in place: An input is changed in place on some ranks only{at}: change it on all or none, or work on a copy.
 inputs: The graphs take different inputs: check that all ranks have the same parameters and the same optional arguments,
-  that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or on
+  that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or
   none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call.
-outputs: The graphs return different values: check that the same parameters need gradients on all ranks, that the
-  function returns the same on all, and that a compile cache or partitioner did not choose other tensors to save for
-  backward on some ranks.
-text: No operation differs, only how the graph is written{at}: arguments that are passed by position or in another
-  order, or texts that different library versions have printed. Call it in one way, and install the same versions on all
-  ranks."""
+outputs: The graphs return different values: check that the function returns the same and the same parameters need
+  gradients on all ranks, and that no compile cache or partitioner chose other tensors to save for backward on some.
+text: No operation differs, only how the graph is written{at}: arguments by position or in another order, or texts that
+  different library versions have printed. Call it in one way, and install the same versions on all ranks."""
 _ADVICE = dict(" ".join(topic.split()).split(": ", 1) for topic in re.split(r"\n(?! )", _ADVICE_TEXT))
 
 # Operations whose integers are sizes, or the places of a part; those that compute with a number, which may be a tensor;
@@ -206,11 +180,9 @@ def _constant_topic(difference: Difference) -> str:
         # A part that has the same size everywhere begins at another place.
         is_start = name in ("slice", "narrow") and node.shape is not None and not difference.follows
         return "number" if is_start and formula else "shape"
-    sides = (difference.sides[0], *difference.values.values())
-    are_numbers = all(
-        _graph_diff.NUMBER.match(each) or each.endswith(", computed") or each == NOT_THERE for each in sides
-    )
-    if not are_numbers or name not in _NUMBER_OPERATIONS:
+    sides = [each for each in (difference.sides[0], *difference.values.values()) if each != NOT_THERE]
+    are_numbers = all(_graph_diff.NUMBER.match(each) or each.endswith(", computed") for each in sides)
+    if name not in _NUMBER_OPERATIONS or not are_numbers:
         return "setting"
     if not formula:
         return "constant"
@@ -239,7 +211,6 @@ def _topics(difference: Difference) -> Iterator[str]:
 
 # --- The report -------------------------------------------------------------------------------------------------------
 
-
 def explain(variants: Iterable[Variant], context: Context | None = None) -> "Report":
     """Compares the variants of a graph.
 
@@ -258,39 +229,66 @@ class Report:
 
     def __init__(self, variants: Iterable[Variant], context: Context) -> None:
         self.context = context
-        self.variants: list[Variant] = []  # largest first, without their nodes
+        self.variants: list[Variant] = []  # largest first, without their graphs
         self.reference = 0  # the variant that the others are compared with: the first whose graph is known
         self.comparisons: dict[int, Comparison] = {}  # by index of the variant
         # Variants that differ from the reference in the same places, together; only the first's bodies are kept.
         self.alike: dict[Any, list[int]] = {}
         self._graph: Graph | None = None  # the reference's
-        sizes: dict[int, str] = {}
         groups = [ranks for ranks, _ in context.groups]
+        sizes: dict[int, str] = {}
+        concerned: dict[str, list[int]] = {}  # variants, by what the report lacks of them
         cache: dict[int, Keys] = {}
         for number, variant in enumerate(variants):
-            graph = variant.graph
-            if graph is not None:
-                sizes[number] = _graph_diff.describe_size(graph.body)
-                groups += [ranks for ranks, _ in graph.groups.values()]
-                variant = variant._replace(graph=graph._replace(body=Body("", [], {})))
-                if self._graph is None:
-                    self.reference, self._graph = number, graph
-                else:
-                    self._keep(number, _graph_diff.compare(self._graph, graph, cache))
-            self.variants.append(variant)
+            self.variants.append(variant._replace(graph=None))
+            for remark in _remarks(variant):
+                concerned.setdefault(remark, []).append(number)
+            if (graph := variant.graph) is None:
+                continue
+            sizes[number] = _graph_diff.describe_size(graph.body)
+            groups += [ranks for ranks, _ in graph.groups.values()]
+            if self._graph is None:
+                self.reference, self._graph = number, graph
+                continue
+            comparison = _graph_diff.compare(self._graph, graph, cache)
+            pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
+            numbers = self.alike.setdefault(pattern, [])
+            numbers.append(number)
+            is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
+            self.comparisons[number] = comparison if is_shown else comparison._replace(bodies=[])
         self.differences = _graph_diff.merge(self.comparisons)  # in the order of the reference
         for difference in self.differences:
             if difference.kind == "constant":
                 values = {rank: side for ranks, side in self.sides(difference) if side != NOT_THERE for rank in ranks}
                 difference.formula = _graph_diff.recognise(values, groups)
-        self.facts = self._facts(sizes)  # what there is to say, as JSON; the text and the page are made from it
-
-    def _keep(self, number: int, comparison: Comparison) -> None:
-        pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
-        numbers = self.alike.setdefault(pattern, [])
-        numbers.append(number)
-        is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
-        self.comparisons[number] = comparison if is_shown else comparison._replace(bodies=[])
+        notes = [f"{remark} ({self.ranks(numbers)})" for remark, numbers in concerned.items()]
+        if dropped := max((comparison.dropped for comparison in self.comparisons.values()), default=0):
+            bound = f"MAX_DIFFERENCES_PER_VARIANT={_graph_diff.MAX_DIFFERENCES_PER_VARIANT}"
+            notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
+        versions = [*_unequal_versions(context)]
+        self.facts: dict[str, Any] = {  # what there is to say, as JSON; the text and the page are made from it
+            "handshake_report": 1,
+            "headline": self.headline(),
+            "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
+            "reason": context.reason,
+            "versions": versions,
+            "variants": [
+                {"name": _letters(number), "ranks": format_ranks(each.ranks), "size": sizes.get(number, ""),
+                 "fingerprint": each.fingerprint, "hosts": [*each.hosts]}
+                for number, each in enumerate(self.variants)
+            ],
+            "reference": _letters(self.reference),
+            "differences": [
+                {"kind": each.kind, "place": self._place(each), "what": each.what,
+                 "source": _source_text(each.source, each.node.op == "placeholder"),
+                 "sides": _shown(self.sides(each)), "formula": each.formula, "alike": each.alike,
+                 "follows": each.follows}
+                for each in self.differences
+            ],
+            "advice": self._advice(bool(versions)),
+            "before": [*context.before],
+            "notes": [*notes, *context.notes],
+        }  # fmt: skip
 
     def ranks(self, numbers: Iterable[int] | None = None) -> str:
         """The ranks of these variants, or of all."""
@@ -299,7 +297,7 @@ class Report:
 
     def sides(self, difference: Difference) -> list[tuple[list[int], str]]:
         """(ranks, value) of each value, the reference's first, then in the order of the variants."""
-        ranks_of = {difference.sides[0]: list(self.variants[self.reference].ranks)}
+        ranks_of = {difference.sides[0]: [*self.variants[self.reference].ranks]}
         for number, value in sorted(difference.values.items()):
             ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
         return [(ranks, value) for value, ranks in ranks_of.items()]
@@ -311,190 +309,162 @@ class Report:
             return f"{title}one graph, on {self.ranks()}"
         return f"{title}{self.ranks()} have {len(self.variants)} different graphs"
 
-    def _facts(self, sizes: Mapping[int, str]) -> dict[str, Any]:
-        context = self.context
-        versions = []
-        for library, ranks_of in sorted(context.versions.items()):
-            largest_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
-            texts = [f"{version} on {format_ranks(ranks)}" for version, ranks in largest_first]
-            versions += [f"{library}: {', '.join(texts)}"] if len(texts) > 1 else []
-        variants = []
-        for number, (ranks, fingerprint, _, _, hosts) in enumerate(self.variants):
-            variant = {"name": _letters(number), "ranks": format_ranks(ranks), "size": sizes.get(number, "")}
-            variants.append({**variant, "fingerprint": fingerprint, "hosts": list(hosts)})
-        differences = []
-        for each in self.differences:
-            sides = [{"ranks": format_ranks(ranks), "value": value} for ranks, value in _shown(self.sides(each))]
-            fact: dict[str, Any] = {
-                "kind": each.kind,
-                "place": self._place(each),
-                "what": each.what,
-                "source": _source_of(each),
-            }
-            fact |= {"sides": sides, "formula": each.formula, "alike": each.alike, "follows": each.follows}
-            differences.append(fact)
-        return {
-            "handshake_report": 1,
-            "headline": self.headline(),
-            "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
-            "reason": context.reason,
-            "versions": versions,
-            "variants": variants,
-            "reference": _letters(self.reference),
-            "differences": differences,
-            "advice": self._advice(bool(versions)),
-            "before": list(context.before),
-            "notes": [*self._notes(), *context.notes],
-        }
-
     def _place(self, difference: Difference) -> str:
         """Node, position and operation of a difference; where on its group's line it is, if it is a collective."""
         if difference.kind == "graph" or self._graph is None:
             return "the whole graph"
-        body = f"of nested body `{difference.body}`" if difference.body else f"of {len(self._graph.body.nodes):,}"
+        nodes, groups, node = self._graph.body.nodes, self._graph.groups, difference.node
+        body = f"of nested body `{difference.body}`" if difference.body else f"of {len(nodes):,}"
         place = f"{'before ' if difference.what == 'added' else ''}node {difference.position:,} {body}"
-        node = difference.node
         if difference.what not in ("inputs", "outputs", "added"):
             operation = f" = {_graph_diff.short_target(node.target)}" if node.op == "call" else f" ({node.op})"
             place += f", `{node.name}`{operation}"
         group = next((each.group for each in (node, *difference.nodes) if each.collective and each.group), None)
-        if group is not None and group in self._graph.groups and not difference.body:
-            before = self._graph.body.nodes[: difference.position]
-            number = sum(each.collective and each.group == group for each in before)
+        if group is not None and group in groups and not difference.body:
+            number = sum(each.collective and each.group == group for each in nodes[: difference.position])
             for members, (start, _) in self.context.groups:
-                if sorted(members) == sorted(self._graph.groups[group][0]):
+                if sorted(members) == sorted(groups[group][0]):
                     place += f", position {start + number} on the line of {format_ranks(members)}"
         return place
 
     def _advice(self, do_versions_differ: bool) -> list[str]:
         """What to change, the most telling first; each piece once, with the place of the first difference it is for."""
         found: dict[str, str] = {}
-        variants_of: dict[str, set[int]] = {}  # by host
-        for number, variant in enumerate(self.variants):
-            for address in variant.hosts:
-                variants_of.setdefault(address.rpartition(":")[0], set()).add(number)
-        addresses = sum(len(variant.hosts) for variant in self.variants)
+        hosts = [(each.rpartition(":")[0], k) for k, variant in enumerate(self.variants) for each in variant.hosts]
+        number_of_hosts = len(dict(hosts))
         if do_versions_differ:
             found["versions"] = _ADVICE["versions"]
-        elif len(self.variants) > 1 and 1 < len(variants_of) < addresses and max(map(len, variants_of.values())) == 1:
-            found["hosts"] = _ADVICE["hosts"]
-        topics = [(difference, list(_topics(difference))) for difference in self.differences]
+        elif len(self.variants) > 1 and 1 < number_of_hosts < len(hosts) and len(set(hosts)) == number_of_hosts:
+            found["hosts"] = _ADVICE["hosts"]  # several ranks on a host, and each host has one variant
+        topics = [(difference, [*_topics(difference)]) for difference in self.differences]
         for difference, of_difference in topics:
             at = f" ({difference.source.place})" if difference.source else ""
-            for topic in of_difference:
-                if topic not in found:
-                    formulas = dict.fromkeys(f"`{each.formula}`" for each, of_each in topics if topic in of_each)
-                    words = {"odd": self.ranks(difference.odd), "at": at, "formulas": ", ".join([*formulas][:3])}
-                    found[topic] = _ADVICE[topic].format(**words)
+            for topic in (each for each in of_difference if each not in found):
+                formulas = dict.fromkeys(f"`{each.formula}`" for each, of_each in topics if topic in of_each)
+                words = {"odd": self.ranks(difference.odd), "at": at, "formulas": ", ".join([*formulas][:3])}
+                found[topic] = _ADVICE[topic].format(**words)
         if "graph break" in found:
             found.pop("inputs", None)  # what the rest takes
         if "order of collectives" in found:
             found.pop("group", None)  # in another order each rank's own groups may be meant
-        same = [number for number, comparison in self.comparisons.items() if not comparison.differences]
-        if same:
+        if same := [number for number, comparison in self.comparisons.items() if not comparison.differences]:
             found["nothing differs"] = _ADVICE["nothing differs"].format(odd=self.ranks(same))
-        return list(found.values())
-
-    def _notes(self) -> list[str]:
-        """What the report lacks, and why."""
-        concerned: dict[str, list[int]] = {}
-        for number, variant in enumerate(self.variants):
-            reasons = [variant.note] if variant.note else []
-            if variant.graph is None:
-                reasons = [f"not compared: {variant.note or 'the graph is not known'}"]
-            elif variant.graph.is_cut:
-                reasons.append("the text of the graph is cut off: what is missing at its end may be there in fact")
-            own = variant.graph.fingerprint if variant.graph is not None else ""
-            if (own or variant.fingerprint).startswith("unhashable-"):
-                reasons.append("the graph could not be hashed, so it equals no other: see the warning on that rank")
-            for reason in reasons:
-                concerned.setdefault(reason, []).append(number)
-        notes = [f"{reason} ({self.ranks(numbers)})" for reason, numbers in concerned.items()]
-        dropped = max((comparison.dropped for comparison in self.comparisons.values()), default=0)
-        if dropped:
-            bound = f"MAX_DIFFERENCES_PER_VARIANT={_graph_diff.MAX_DIFFERENCES_PER_VARIANT}"
-            notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
-        return notes
+        return [*found.values()]
 
     def text(self, most_items: int = MAX_LOG_ITEMS, most_values: int = MAX_LOG_VALUES) -> str:
         """The report as text."""
         facts = self.facts
-        lines = [facts["headline"]]
-        for each in facts["groups"]:
-            lines.append(f"  On the line of {each['ranks']}: collectives [{each['span'][0]}, {each['span'][1]})")
-        lines += [f"  Reason: {facts['reason']}"] if facts["reason"] else []
-        lines += [f"  Library versions differ: {line}" for line in facts["versions"]]
-        if len(self.variants) > 1:
-            lines.append(f"Variants, largest first; {facts['reference']} is the reference:")
-            lines += [
-                f"  {each['name']}  {each['ranks']}  {_description(each)}" for each in facts["variants"][:most_items]
-            ]
-            left = range(most_items, len(self.variants))
-            lines += [f"  and {number_of(len(left), 'variant')} more on {self.ranks(left)}"] if left else []
-        differences = facts["differences"]
-        if differences:
-            follows = sum(each["follows"] for each in differences)
-            also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
-            places = sum(1 + len(each["alike"]) for each in differences)
-            lines.append(f"What differs, in {number_of(places, 'place')}{also}:")
-        for number, each in enumerate(differences[:most_items], 1):
-            lines.append(_cut(f"  {number}. {each['kind']}: {each['place']}, {each['what']}", 2 * MAX_LINE_CHARACTERS))
-            sides = [f"{side['ranks']}: {_cut(side['value'])}" for side in each["sides"]]
-            if len(sides) > most_values:
-                sides = [*sides[: most_values - 1], f"… {len(sides) - most_values} more …", sides[-1]]
-            alike = each["alike"]
-            shown = ", ".join(map(str, alike[:6])) + (" …" if len(alike) > 6 else "")
-            below = [
-                each["source"],
-                *sides,
-                f"= {each['formula']}" if each["formula"] else "",
-                f"the same at {number_of(len(alike), 'more place')}: node {shown}" if alike else "",
-            ]
-            lines += [f"     {line}" for line in below if line]
-        if more := Counter(each["kind"] for each in differences[most_items:]):
-            kinds = ", ".join(f"{count} {kind}" for kind, count in more.most_common())
-            lines.append(f"  and {more.total():,} more ({kinds})")
-        lines += ["What to do:"] if facts["advice"] else []
-        for advice in facts["advice"][:most_items]:
-            wrapped = textwrap.wrap(advice, MAX_TEXT_COLUMNS, break_long_words=False, break_on_hyphens=False)
-            lines += [f"  {' ' if number else '-'} {line}" for number, line in enumerate(wrapped)]
-        lines += ["Handshakes just before:"] if facts["before"] else []
-        lines += [f"  {line}" for line in facts["before"]]
-        notes = [f"Note: {note}" for note in facts["notes"]]
-        lines += notes[:most_items]
-        lines += [f"and {len(notes) - most_items} more notes"] if len(notes) > most_items else []
+        variants, differences = facts["variants"], facts["differences"]
+        follows = sum(each["follows"] for each in differences)
+        also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
+        places = number_of(sum(1 + len(each["alike"]) for each in differences), "place")
+        other_kinds = Counter(each["kind"] for each in differences[most_items:]).most_common()
+        lines = [
+            facts["headline"],
+            *(f"  On the line of {each['ranks']}: collectives {_span(each['span'])}" for each in facts["groups"]),
+            *([f"  Reason: {facts['reason']}"] if facts["reason"] else []),
+            *(f"  Library versions differ: {line}" for line in facts["versions"]),
+            *_section(
+                f"Variants, largest first; {facts['reference']} is the reference:",
+                [_variant_text(each) for each in variants] if len(variants) > 1 else [],
+                most_items,
+                f"variants, on {self.ranks(range(most_items, len(variants)))}",
+            ),
+            *_section(
+                f"What differs, in {places}{also}:",
+                [_difference_text(number, each, most_values) for number, each in enumerate(differences, 1)],
+                most_items,
+                f"({', '.join(f'{count} {kind}' for kind, count in other_kinds)})",
+            ),
+            *_section("What to do:", [*map(_PARAGRAPHS.fill, facts["advice"])], most_items, "pieces of advice"),
+            *_section("Handshakes just before:", [f"  {line}" for line in facts["before"]], most_items, "handshakes"),
+            *_section("", [f"Note: {note}" for note in facts["notes"]], most_items, "notes"),
+        ]
         return "\n".join(lines) + "\n"
 
 
-def _description(variant: Mapping[str, Any]) -> str:
+_PARAGRAPHS = textwrap.TextWrapper(
+    MAX_TEXT_COLUMNS, "  - ", "    ", break_long_words=False, break_on_hyphens=False
+)
+
+
+def _section(title: str, items: list[str], most: int, of_what: str) -> Iterator[str]:
+    """The first items below a title, if there are any, and how many more there are."""
+    if items and title:
+        yield title
+    yield from items[:most]
+    if len(items) > most:
+        yield f"  and {len(items) - most:,} more {of_what}"
+
+
+def _span(span: Sequence[Any]) -> str:
+    return f"[{span[0]}, {span[1]})"
+
+
+def _variant_text(variant: Mapping[str, Any]) -> str:
     """Size and fingerprint of a variant, and where its ranks run."""
     hosts, fingerprint = variant["hosts"], variant["fingerprint"]
     where = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-    parts = [variant["size"], f"fingerprint {_cut(fingerprint, 17)}" if fingerprint else "", where]
-    return "; ".join(filter(None, parts))
+    parts = variant["size"], f"fingerprint {_cut(fingerprint, 17)}" if fingerprint else "", where
+    return f"  {variant['name']}  {variant['ranks']}  {'; '.join(filter(None, parts))}"
 
 
-def _shown(sides: list[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
+def _difference_text(number: int, fact: Mapping[str, Any], most_values: int) -> str:
+    sides = [f"{side['ranks']}: {_cut(side['value'])}" for side in fact["sides"]]
+    if len(sides) > most_values:
+        sides = [*sides[: most_values - 1], f"… {len(sides) - most_values} more …", sides[-1]]
+    alike = fact["alike"]
+    shown = ", ".join(map(str, alike[:6])) + (" …" if len(alike) > 6 else "")
+    lines = [
+        _cut(f"  {number}. {fact['kind']}: {fact['place']}, {fact['what']}", 2 * MAX_LINE_CHARACTERS),
+        fact["source"],
+        *sides,
+        f"= {fact['formula']}" if fact["formula"] else "",
+        f"the same at {number_of(len(alike), 'more place')}: node {shown}" if alike else "",
+    ]
+    return "\n     ".join(filter(None, lines))
+
+
+def _unequal_versions(context: Context) -> Iterator[str]:
+    for library, ranks_of in sorted(context.versions.items()):
+        largest_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+        if len(largest_first) > 1:
+            yield f"{library}: {', '.join(f'{version} on {format_ranks(ranks)}' for version, ranks in largest_first)}"
+
+
+def _remarks(variant: Variant) -> Iterator[str]:
+    """What the report lacks of a variant, and why."""
+    graph = variant.graph
+    if graph is None:
+        yield f"not compared: {variant.note or 'the graph is not known'}"
+    elif variant.note:
+        yield variant.note
+    if graph is not None and graph.is_cut:
+        yield "the text of the graph is cut off: what is missing at its end may be there in fact"
+    if ((graph.fingerprint if graph is not None else "") or variant.fingerprint).startswith("unhashable-"):
+        yield "the graph could not be hashed, so it equals no other: see the warning on that rank"
+
+
+def _shown(sides: list[tuple[list[int], str]]) -> list[dict[str, str]]:
     """The sides as they are to be read: long ones from a little before the first character that differs."""
-    values = sorted(value for _, value in sides if value != NOT_THERE)
+    values = [value for _, value in sides if value != NOT_THERE]
     start = 0
     if len(values) > 1 and max(map(len, values)) > MAX_LINE_CHARACTERS:
-        # What the first and the last begin with, all do.
-        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values[0], values[-1], strict=False))
-        start = max(0, sum(1 for _ in alike) - LEAD_CHARACTERS)
+        columns = enumerate(zip(*values, strict=False))  # all do not differ before the shortest one ends
+        start = next((k for k, column in columns if len({*column}) > 1), min(map(len, values)))
+        start = max(0, start - LEAD_CHARACTERS)
     shown = [value if value == NOT_THERE or not start else f"…{value[start:]}" for _, value in sides]
-    return [(ranks, _cut(value, MAX_NODE_CHARACTERS)) for (ranks, _), value in zip(sides, shown, strict=True)]
+    return [
+        {"ranks": format_ranks(ranks), "value": _cut(value, MAX_NODE_CHARACTERS)}
+        for (ranks, _), value in zip(sides, shown, strict=True)
+    ]
 
 
-def _source_of(difference: Difference) -> str:
+def _source_text(source: Source | None, is_of_input: bool = False) -> str:
     """The user's line; of an input the line that reads it first."""
-    source = difference.source
-    first = "first used in " if difference.node.op == "placeholder" else ""
-    return "" if source is None else f"{first}{_source_text(source)}"
-
-
-def _source_text(source: Source) -> str:
-    return f"{source.place}: {_cut(source.code)}" if source.code else source.place
+    if source is None:
+        return ""
+    return f"{'first used in ' if is_of_input else ''}{source.place}{': ' if source.code else ''}{_cut(source.code)}"
 
 
 def _letters(number: int) -> str:
@@ -509,21 +479,18 @@ def _cut(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
 
 # --- The page ---------------------------------------------------------------------------------------------------------
 
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #59636e; --panel: #f6f8fa; --old: #ffebe9;
-  --new: #dafbe1; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --ink: #e6edf3; --soft: #9198a1; --panel: #151b23;
-  --old: #3c1618; --new: #12321d; } }
-body { margin: 0 auto; max-width: 1500px; padding: 1rem 1.5rem 4rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
+_HEAD = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root { color-scheme: light dark; --panel: #f6f8fa; --old: #ffebe9; --new: #dafbe1; }
+@media (prefers-color-scheme: dark) { :root { --panel: #151b23; --old: #3c1618; --new: #12321d; } }
+body { margin: 0 auto; max-width: 1500px; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
-pre, td { font: 12.5px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-pre { background: var(--panel); padding: 1rem; } table { border-collapse: collapse; table-layout: fixed; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; } .at { width: 4.2rem; color: var(--soft); }
-th, .wide { background: var(--panel); color: var(--soft); } .old { background: var(--old); }
-.new { background: var(--new); }
-"""
+pre, td { font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+table { table-layout: fixed; width: 100%; } th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; }
+.at { width: 4rem; } pre, th, .wide { background: var(--panel); }
+.old { background: var(--old); } .new { background: var(--new); }
+</style>"""
 
 
 def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()) -> str:
@@ -534,18 +501,14 @@ def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()
         heading: a line above them, where there are several.
         notes: lines above the reports.
     """
-    heading = heading or (reports[0].headline() if reports else "No graphs")
-    parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(heading)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(heading)}</h1>",
-        *(f"<p>{html.escape(note)}</p>" for note in notes),
-    ]
+    heading = escape(heading or (reports[0].headline() if reports else "No graphs"))
+    parts = [f"{_HEAD}<title>{heading}</title></head><body><h1>{heading}</h1>"]
+    parts += [f"<p>{escape(note)}</p>" for note in notes]
     if len(reports) > 1:
-        links = (f'<li><a href="#report{k}">{html.escape(each.headline())}</a></li>' for k, each in enumerate(reports))
+        links = (f'<li><a href="#report{k}">{escape(each.headline())}</a></li>' for k, each in enumerate(reports))
         parts.append(f"<ul>{''.join(links)}</ul>")
     for number, report in enumerate(reports):
-        parts.append(f'<pre id="report{number}">{html.escape(report.text(MAX_PAGE_ITEMS, MAX_PAGE_VALUES))}</pre>')
+        parts.append(f'<pre id="report{number}">{escape(report.text(MAX_PAGE_ITEMS, MAX_PAGE_VALUES))}</pre>')
         parts += _comparisons(report)
     return "\n".join([*parts, "</body></html>\n"])
 
@@ -553,70 +516,67 @@ def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()
 def _comparisons(report: Report) -> Iterator[str]:
     # Of graphs that have nothing in common there is nothing to lay side by side.
     alike = [
-        each
-        for each in report.alike.values()
-        if any(d.kind != "graph" for d in report.comparisons[each[0]].differences)
-    ]
+        numbers for numbers in report.alike.values()
+        if any(difference.kind != "graph" for difference in report.comparisons[numbers[0]].differences)
+    ]  # fmt: skip
     for first, *others in alike[:MAX_COMPARISONS]:
-        names = [f"{_letters(number)} ({report.ranks([number])})" for number in (report.reference, first)]
+        names = [escape(f"{_letters(number)} ({report.ranks([number])})") for number in (report.reference, first)]
         also = f"; the same places differ on {report.ranks(others)}" if others else ""
-        yield f"<h2>Side by side: {html.escape(' and '.join(names))}{also}</h2>"
+        yield f"<h2>Side by side: {' and '.join(names)}{also}</h2>"
         for body in report.comparisons[first].bodies:
             yield from _side_by_side(body, names)
-    left = len(alike) - MAX_COMPARISONS
-    if left > 0:
+    if len(alike) > MAX_COMPARISONS:
+        left = len(alike) - MAX_COMPARISONS
         yield f"<p>{left} more comparisons are left out (MAX_COMPARISONS={MAX_COMPARISONS}).</p>"
 
 
 def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]:
     """The changed regions of two bodies, with a few equal nodes around each."""
-    rows = list(_rows(comparison))
-    changed = [number for number, row in enumerate(rows) if row[2]]
-    near = sorted({k + d for k in changed for d in range(-CONTEXT_NODES, CONTEXT_NODES + 1)} & {*range(len(rows))})
-    if not near:
+    rows = [*_rows(comparison)]
+    near = {k + d for k, row in enumerate(rows) if row[2] for d in range(-CONTEXT_NODES, CONTEXT_NODES + 1)}
+    shown = [k for k in range(len(rows)) if k in near]
+    if not shown:
         return
-    yield "<table><tr>" + "".join(f'<th class="at"></th><th>{html.escape(name)}</th>' for name in names) + "</tr>"
+    yield "<table><tr>" + "".join(f'<th class="at"></th><th>{name}</th>' for name in names) + "</tr>"
     if comparison.path:
         yield _wide(f"nested body {comparison.path}")
-    bodies = comparison.reference, comparison.other
-    last, source = -1, None
-    for number in near[:MAX_ROWS]:
-        if number > last + 1:
-            yield _wide(f"… {number_of(number - last - 1, 'equal node')} …")
-        last = number
-        *places, is_changed = rows[number]
-        nodes = [None if at is None else body.nodes[at] for at, body in zip(places, bodies, strict=True)]
-        line = next((node.user_source for node in nodes if node is not None), None)
-        if line is not None and (source is None or line[:2] != source[:2]):
-            source = line
-            yield _wide(_source_text(source))
-        row = ""
-        for at, node, style in zip(places, nodes, ("old", "new"), strict=True):
-            cell = "" if node is None else html.escape(_cut(node.line, MAX_NODE_CHARACTERS))
-            style = style if cell and is_changed else ""
-            row += f'<td class="at">{"" if at is None else at}</td><td class="{style}">{cell}</td>'
-        yield f"<tr>{row}</tr>"
-    if len(near) > MAX_ROWS:
-        yield _wide(f"… {number_of(len(near) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
-    elif last < len(rows) - 1:
-        yield _wide(f"… {number_of(len(rows) - 1 - last, 'equal node')} …")
+    source: Source | None = None
+    end = shown[MAX_ROWS] if len(shown) > MAX_ROWS else len(rows)
+    for is_near, group in itertools.groupby(range(end), near.__contains__):
+        if not is_near:
+            yield _wide(f"… {number_of(len([*group]), 'equal node')} …")
+            continue
+        for i, j, is_changed in map(rows.__getitem__, group):
+            x = None if i is None else comparison.reference.nodes[i]
+            y = None if j is None else comparison.other.nodes[j]
+            line = x.user_source if x is not None else y.user_source if y is not None else None
+            if line is not None and (source is None or line[:2] != source[:2]):
+                source = line
+                yield _wide(_source_text(source))
+            cells = ""
+            for at, node, style in ((i, x, "old"), (j, y, "new")):
+                text = "" if node is None else escape(_cut(node.line, MAX_NODE_CHARACTERS))
+                style = style if text and is_changed else ""
+                cells += f'<td class="at">{"" if at is None else at}</td><td class="{style}">{text}</td>'
+            yield f"<tr>{cells}</tr>"
+    if len(shown) > MAX_ROWS:
+        yield _wide(f"… {number_of(len(shown) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
     yield "</table>"
 
 
 def _rows(comparison: BodyComparison) -> Iterator[tuple[int | None, int | None, bool]]:
     """(position in the reference, in the variant, whether it is changed) of each line; a position may be None."""
     i = j = 0
-    ends = (len(comparison.reference.nodes), len(comparison.other.nodes))
+    ends = len(comparison.reference.nodes), len(comparison.other.nodes)
     for next_i, next_j in [*comparison.pairs, ends]:
-        for k in range(max(next_i - i, next_j - j)):
-            yield i + k if i + k < next_i else None, j + k if j + k < next_j else None, True
+        yield from ((x, y, True) for x, y in itertools.zip_longest(range(i, next_i), range(j, next_j)))
         if next_i < ends[0]:
             yield next_i, next_j, next_i in comparison.changed
         i, j = next_i + 1, next_j + 1
 
 
 def _wide(text: str) -> str:
-    return f'<tr><td colspan="4" class="wide">{html.escape(text)}</td></tr>'
+    return f'<tr><td colspan="4" class="wide">{escape(text)}</td></tr>'
 
 
 def write_file(path: str, content: str) -> None:
@@ -642,13 +602,11 @@ def write_file(path: str, content: str) -> None:
 
 # --- The process that makes a report ----------------------------------------------------------------------------------
 
-
 def main(arguments: Sequence[str]) -> int:
     """Makes one report: the job is on the standard input, what is to be logged goes to the standard output.
 
-    The job is a line of JSON, `{"context": {…}, "variants": [{"ranks", "fingerprint", "note", "hosts"}, …], "bytes":
-    [number, …]}`, the fields of `Context` and `Variant`, and after it the graphs, as the ranks sent them, each of as
-    many bytes as the line says.
+    The job is a line of JSON, `{"context": {…}, "variants": [{…}, …], "bytes": [number, …]}`, with the fields of
+    `Context` and `Variant`, and after it the graphs, as the ranks sent them, each of as many bytes as the line says.
 
     Args:
         arguments: one, the path of the files without their suffixes.
@@ -696,40 +654,38 @@ def _with_graph(variant: Variant, payload: bytes) -> Variant:
     if not payload:
         return variant
     try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(payload, MAX_TEXT_BYTES + 1)
-        if len(data) > MAX_TEXT_BYTES:
-            raise ValueError(f"the graph is larger than {MAX_TEXT_BYTES >> 20} MiB (MAX_TEXT_BYTES)")
-        if not unpacker.eof:
-            raise ValueError("the graph arrived cut off")
-        text = data.decode("utf-8", "replace")
-        if text.startswith(NO_GRAPH):
-            raise ValueError(text.removeprefix(NO_GRAPH).strip())
-        if text.startswith('{"handshake_graph"'):
-            return variant._replace(graph=_graph_diff.read_record(text))
-        graphs = _read_printed(text)
-        if not graphs:
-            raise ValueError("the text holds no graph that could be read")
-    except zlib.error as error:
-        return variant._replace(note=f"the graph can't be unpacked: {error}")
-    except ValueError as error:
-        return variant._replace(note=str(error))
+        graphs = _read_graphs(payload)
+    except (ValueError, zlib.error) as error:
+        unreadable = "the graph can't be unpacked: " if isinstance(error, zlib.error) else ""
+        return variant._replace(note=f"{unreadable}{error}")
     several = "the text holds several graphs: only the first is compared" if len(graphs) > 1 else ""
     return variant._replace(graph=graphs[0], note=several)
 
 
-def _read_printed(text: str) -> list[Graph]:
+def _read_graphs(payload: bytes) -> list[Graph]:
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(payload, MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(f"the graph is larger than {MAX_TEXT_BYTES >> 20} MiB (MAX_TEXT_BYTES)")
+    if not unpacker.eof:
+        raise ValueError("the graph arrived cut off")
+    text = data.decode("utf-8", "replace")
+    if text.startswith(NO_GRAPH):
+        raise ValueError(text.removeprefix(NO_GRAPH).strip())
+    if text.startswith('{"handshake_graph"'):
+        return [_graph_diff.read_record(text)]
     if importlib.util.find_spec(f"{__package__}._graph_text" if __package__ else "_graph_text") is None:
         raise ValueError("the graph was sent as printed text, and the file that reads it, _graph_text.py, is missing")
     if __package__:
         from ._graph_text import parse
     else:
         from _graph_text import parse
-    return parse(text)
+    if not (graphs := parse(text)):
+        raise ValueError("the text holds no graph that could be read")
+    return graphs
 
 
 # --- During a job -----------------------------------------------------------------------------------------------------
-
 
 class Channel(Protocol):
     """What a rank sends to the coordinator by."""
@@ -753,10 +709,8 @@ def send_graph(channel: Channel, source: str | Callable[[], str]) -> None:
         text = f"{NO_GRAPH}the graph could not be printed: {error!r}"
     payload = zlib.compress(text.encode("utf-8", "replace"))
     if len(payload) > MAX_GRAPH_BYTES:
-        text = (
-            f"{NO_GRAPH}it takes {len(payload):,} bytes, compressed, of at most {MAX_GRAPH_BYTES:,} (MAX_GRAPH_BYTES)"
-        )
-        payload = zlib.compress(text.encode())
+        size = f"{len(payload):,} bytes, compressed, of at most {MAX_GRAPH_BYTES:,} (MAX_GRAPH_BYTES)"
+        payload = zlib.compress(f"{NO_GRAPH}it takes {size}".encode())
     try:
         channel.send(GRAPH, payload)
     except HandshakeError as error:
@@ -782,29 +736,19 @@ class _Split:
 
     def meets(self, spans: Iterable[Span]) -> bool:
         """Whether any of the spans overlaps one of the component's."""
-        return any(
-            line is mine and start < end_of_mine and start_of_mine < end
-            for line, start, end in spans
-            for mine, start_of_mine, end_of_mine in self.spans
-        )
-
-
-class _Job(NamedTuple):
-    """A comparison to be made."""
-
-    stem: str  # the path of its files without their suffixes
-    head: dict[str, Any]  # what `main` reads, and after it the graphs
-    graphs: list[bytes]
-    ranks: list[int]  # of the split
+        pairs = itertools.product(spans, self.spans)
+        return any(line is mine and start < its_end and its_start < end
+                   for (line, start, end), (mine, its_start, its_end) in pairs)  # fmt: skip
 
 
 class _Running(NamedTuple):
-    """The comparison that runs, where it writes to, and until when it may."""
+    """The comparison that runs."""
 
-    job: _Job
+    stem: str  # the path of its files without their suffixes
+    ranks: list[int]  # of the split
     process: subprocess.Popen[bytes]
     output: BinaryIO
-    until: float
+    until: float  # when it is to be ended
 
 
 class Reports:
@@ -825,13 +769,14 @@ class Reports:
             command: the command line that calls this module's `main`, to which the argument is added.
         """
         self._folder, self._facts_of = folder, facts_of
-        self._coordinator_rank, self._command = coordinator_rank, list(command)
+        self._coordinator_rank, self._command = coordinator_rank, [*command]
         self._recent: dict[Any, list[tuple[int, int, str]]] = {}  # by line: (start, end, how it ended)
         self._splits: list[_Split] = []
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._asked: dict[bytes, tuple[int, int, float]] = {}  # by digest: rank, number, until when
         self._explained: set[bytes] = set()
-        self._jobs: deque[_Job] = deque()
+        # Comparisons to be made: their files' path without a suffix, the ranks of the split, and what `main` reads.
+        self._jobs: deque[tuple[str, list[int], list[bytes]]] = deque()
         self._running: _Running | None = None
         self._look_at = 0.0
         self._failures: set[str] = set()
@@ -856,11 +801,10 @@ class Reports:
 
     def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Frame]:
         """Takes a message of a rank: a graph that it was asked for. Others are ignored."""
-        for digest, asked in self._asked.items() if step == GRAPH else ():
-            if asked[:2] == (rank, number):
+        for digest, asked in [*self._asked.items()]:
+            if step == GRAPH and asked[:2] == (rank, number):
                 del self._asked[digest]
                 self._graphs[digest] = payload
-                break
         return self.tick(now)
 
     def drop_rank(self, rank: int, now: float) -> list[Frame]:
@@ -876,14 +820,11 @@ class Reports:
             if split.report_due is not None and (is_complete or split.report_due <= now):
                 frames += self._explain(split)
         self._splits = [split for split in self._splits if split.missing or split.report_due is not None]
-        while self._running is not None or self._jobs:
-            if self._running is None:
-                frames += self._start(self._jobs.popleft(), now)
-            elif self._running.process.poll() is None and now < self._running.until:
-                self._look_at = now + LOOK_EVERY_S
-                break
-            else:
-                frames += self._finish()
+        if self._running is not None and (self._running.process.poll() is not None or self._running.until <= now):
+            frames += self._finish()
+        while self._running is None and self._jobs:
+            frames += self._start(*self._jobs.popleft(), now)
+        self._look_at = now + LOOK_EVERY_S
         return frames
 
     def next_deadline(self) -> float | None:
@@ -897,17 +838,13 @@ class Reports:
         frames = [frame for split in self._splits if split.report_due is not None for frame in self._explain(split)]
         self._splits.clear()
         while (self._running is not None or self._jobs) and (left_s := until - time.monotonic()) > 0:
-            if self._running is None:
-                frames += self._start(self._jobs.popleft(), 0.0)
-                continue
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running.process.wait(left_s)
-                frames += self._finish()
+            if self._running is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._running.process.wait(left_s)
+            frames += self.tick(0.0)
         self._jobs.clear()
         self._finish()
         return frames
-
-    # ------------------------------------------------------------------ splits
 
     def _add(self, votes: Sequence[Settled], now: float) -> list[Frame]:
         """Takes votes that were split together, for one reason. Ranks may come later to what was split before."""
@@ -917,37 +854,32 @@ class Reports:
         if split is None:
             if len(self._splits) >= MAX_SPLITS:
                 del self._splits[0]
-            due = now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None
-            split = _Split(votes[0].reason, due)
+            split = _Split(votes[0].reason, now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None)
             self._splits.append(split)
-        frames: list[Frame] = []
         for vote in votes:
             split.digest_of[vote.rank] = vote.digest
-            split.missing.discard(vote.rank)
-            for span in vote.spans:
-                if span not in split.spans:
-                    split.spans[span] = None
-                    split.missing.update(rank for rank in span[0].ranks if rank not in split.digest_of)
-            if split.report_due is not None and vote.has_graph and self._asks(split, vote, now):
-                frames.append((vote.rank, vote.number, ASK, b""))
-        return frames
+            split.spans.update(dict.fromkeys(vote.spans))
+        split.missing = {rank for line, _, _ in split.spans for rank in line.ranks} - split.digest_of.keys()
+        if split.report_due is None:
+            return []
+        return [frame for vote in votes if vote.has_graph for frame in self._ask(split, vote, now)]
 
-    def _asks(self, split: _Split, vote: Settled, now: float) -> bool:
-        """Whether this vote's rank is to send its graph: the report is to compare it, and nobody has sent one of its
-        fingerprint or is about to."""
-        if vote.digest not in split.compared and len(split.compared) >= MAX_VARIANTS:
-            split.left_out[vote.digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
-            return False
-        is_known = vote.digest in self._graphs or vote.digest in self._asked
-        if not is_known:
-            kept_bytes = sum(map(len, self._graphs.values()))
-            if len(self._graphs) + len(self._asked) >= MAX_GRAPHS or kept_bytes >= MAX_GRAPHS_BYTES:
-                bounds = f"{MAX_GRAPHS:,} graphs of a job are kept, and {MAX_GRAPHS_BYTES >> 20} MiB"
-                split.left_out[vote.digest] = f"left out: at most {bounds}"
-                return False
-            self._asked[vote.digest] = (vote.rank, vote.number, now + GRAPH_WITHIN_S)
-        split.compared.add(vote.digest)
-        return not is_known
+    def _ask(self, split: _Split, vote: Settled, now: float) -> list[Frame]:
+        """Asks for the graph of a vote if the report is to compare it, unless an equal one is there or on its way."""
+        digest = vote.digest
+        is_known = digest in self._graphs or digest in self._asked
+        is_full = len(self._graphs) + len(self._asked) >= MAX_GRAPHS
+        if digest not in split.compared and len(split.compared) >= MAX_VARIANTS:
+            split.left_out[digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
+        elif not is_known and (is_full or sum(map(len, self._graphs.values())) >= MAX_GRAPHS_BYTES):
+            bounds = f"{MAX_GRAPHS:,} graphs of a job are kept, and {MAX_GRAPHS_BYTES >> 20} MiB"
+            split.left_out[digest] = f"left out: at most {bounds}"
+        else:
+            split.compared.add(digest)
+            if not is_known:
+                self._asked[digest] = (vote.rank, vote.number, now + GRAPH_WITHIN_S)
+                return [(vote.rank, vote.number, ASK, b"")]
+        return []
 
     def _explain(self, split: _Split) -> list[Frame]:
         """Has the split explained, unless one of the same fingerprints was, with the same graphs."""
@@ -960,60 +892,58 @@ class Reports:
         self._explained.add(key)
         if len(self._jobs) >= MAX_WAITING:
             return self._failed(f"{MAX_WAITING} wait for their turn")
+        facts = {rank: self._facts_of(rank) for rank in sorted(split.digest_of)}
         ranks_of: dict[bytes, list[int]] = {}
-        for rank in sorted(split.digest_of):
+        versions: dict[str, dict[str, list[int]]] = {}
+        for rank, of_rank in facts.items():
             ranks_of.setdefault(split.digest_of[rank], []).append(rank)
-        facts = {rank: self._facts_of(rank) for rank in split.digest_of}
-        variants = []
-        graphs = []
+            for library in VERSIONS if of_rank else ():
+                versions.setdefault(library, {}).setdefault(str(of_rank.get(library) or "none"), []).append(rank)
+        variants: list[Variant] = []
+        graphs: list[bytes] = []
         for digest, ranks in sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0])):
-            graph = self._graphs.get(digest, b"") if digest in split.compared else b""
-            note = "" if graph else "the graph was asked for and has not come"
+            note = "" if digest in known else "the graph was asked for and has not come"
             if digest not in split.compared:
                 note = split.left_out.get(digest, "no graph was given; pass graph_module_str to the vote")
             hosts = [f"{facts[rank].get('host')}:{facts[rank].get('pid')}" for rank in ranks if facts[rank]]
-            variants.append({"ranks": ranks, "fingerprint": digest.hex(), "note": note, "hosts": hosts})
-            graphs.append(graph)
+            variants.append(Variant(ranks, digest.hex(), None, note, hosts))
+            graphs.append(self._graphs[digest] if digest in known else b"")
         notes = [f"{format_ranks(split.missing)} had not voted when this was written"] if split.missing else []
         if len(self._explained) == MAX_REPORTS:
             notes.append(f"this is report {MAX_REPORTS:,} of the job, and the last")
-        versions: dict[str, dict[str, list[int]]] = {}
-        for rank, library in ((rank, library) for rank in sorted(facts) if facts[rank] for library in VERSIONS):
-            versions.setdefault(library, {}).setdefault(str(facts[rank].get(library) or "none"), []).append(rank)
         spans = sorted(split.spans, key=lambda span: (-len(span[0].ranks), span[1]))
         line, limit, _ = spans[0]
         recent = [each for each in sorted(self._recent.get(line, [])) if each[1] <= limit]
-        context = {
-            "groups": [[list(line.ranks), [start, end]] for line, start, end in spans],
-            "before": [f"[{each[0]}, {each[1]}) on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]],
-            "reason": split.reason,
-            "notes": notes,
-            "versions": versions,
-        }
-        head = {"context": context, "variants": variants, "bytes": [*map(len, graphs)]}
+        context = Context(
+            [(line.ranks, (start, end)) for line, start, end in spans],
+            [f"{_span(each)} on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]],
+            split.reason,
+            notes,
+            versions,
+        )
+        job = {"context": context._asdict(), "variants": [each._asdict() for each in variants]}
+        head = json.dumps({**job, "bytes": [*map(len, graphs)]}, default=list).encode()
         stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{len(self._explained):04d}")
-        self._jobs.append(_Job(stem, head, graphs, [*split.digest_of]))
+        self._jobs.append((stem, [*facts], [head, b"\n", *graphs]))
         return []
 
-    # ------------------------------------------------------------------ comparisons
-
-    def _start(self, job: _Job, now: float) -> list[Frame]:
+    def _start(self, stem: str, ranks: list[int], parts: list[bytes], now: float) -> list[Frame]:
         try:
             with tempfile.TemporaryFile() as source:
-                source.writelines([json.dumps(job.head).encode(), b"\n", *job.graphs])
+                source.writelines(parts)
                 source.seek(0)
                 output: BinaryIO = tempfile.TemporaryFile()
-                process = subprocess.Popen([*self._command, job.stem], stdin=source, stdout=output)
+                process = subprocess.Popen([*self._command, stem], stdin=source, stdout=output)
         except OSError as error:
             return self._failed(error.strerror or str(error))
-        self._running = _Running(job, process, output, now + COMPARE_WITHIN_S)
+        self._running = _Running(stem, ranks, process, output, now + COMPARE_WITHIN_S)
         return []
 
     def _finish(self) -> list[Frame]:
         """Takes what the process has to say; ends it if it has not ended."""
         if self._running is None:
             return []
-        job, process, output, _ = self._running
+        stem, ranks, process, output, _ = self._running
         self._running = None
         status = process.poll()
         process.kill()
@@ -1025,14 +955,18 @@ class Reports:
             return self._failed(f"a comparison took more than {COMPARE_WITHIN_S:.0f} s")
         if status:
             return self._failed(said or f"its process ended with status {status}")
-        place = f"is in the log of rank {self._coordinator_rank}, and in {job.stem}.html on its host"
-        texts = {rank: f"why rank {rank} was split {place}" for rank in job.ranks}
+        place = f"is in the log of rank {self._coordinator_rank}, and in {stem}.html on its host"
+        texts = {rank: f"why rank {rank} was split {place}" for rank in ranks}
         texts[self._coordinator_rank] = f"why the ranks' graphs were split:\n{said}"
-        return [(rank, 0, LOG, text.encode("utf-8", "replace")) for rank, text in texts.items()]
+        return [_log(rank, text) for rank, text in texts.items()]
 
     def _failed(self, why: str) -> list[Frame]:
         text = f"splits can't be explained in {self._folder}: {why}"
         if text in self._failures or len(self._failures) >= MAX_FAILURES:
             return []
         self._failures.add(text)
-        return [(self._coordinator_rank, 0, LOG, text.encode("utf-8", "replace"))]
+        return [_log(self._coordinator_rank, text)]
+
+
+def _log(rank: int, text: str) -> Frame:
+    return rank, 0, LOG, text.encode("utf-8", "replace")
