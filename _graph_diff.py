@@ -6,9 +6,9 @@ printed become the same objects by `_graph_text.parse`. Nothing here needs torch
 
 **Alignment.** Nodes are aligned by all that a node is: operation, constants, dtype, shape …, and for its inputs only
 what produces them, so that an inserted node does not change the nodes after it; in the gaps that this leaves, by
-operation alone. Where the operations of the shorter graph are those that the longer one begins or ends with, as after a
-graph break, they are matched one to one: an alignment would be free to match the end with the end. Where both graphs
-issue the same collectives in another order, each is matched with its like, and the order is one difference.
+operation alone. Where the longer graph begins or ends with the shorter one's operations, as after a graph break, these
+are matched one to one: an alignment would be free to match the end with the end. Where both graphs issue the same
+collectives in another order, each is matched with its like, and the order is one difference.
 
 **Comparison.** Matched nodes are compared field by field; references are the same when the producers are matched. Nodes
 left over are missing or added; those that stand next to one another or depend on one another are one difference. Those
@@ -29,6 +29,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 if __package__:
@@ -38,32 +39,23 @@ else:
     from _graph_plan import align
     from _vocabulary import format_ranks
 
-# Bodies nested deeper than this are refused, as each level takes some of Python's stack; programs nest two or three.
-MAX_NESTED_BODIES = 50
-# A group of more ranks than this is refused: no job has as many.
-MAX_GROUP_RANKS = 2**20
+MAX_NESTED_BODIES = 50  # deeper ones are refused: each level takes some of Python's stack; programs nest 2 or 3
+MAX_GROUP_RANKS = 2**20  # a larger group is refused: no job has as many ranks
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
 # differences would be as long as both. Those of smaller graphs than that are told.
-MIN_COMMON_PART = 0.2
-MIN_CALLS = 5
+MIN_COMMON_PART, MIN_CALLS = 0.2, 5
 # Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
 MAX_DIFFERENCES_PER_VARIANT = 1000
-# Collectives of each side that are named where their order differs.
-MAX_ORDER_SHOWN = 3
-# Nodes of a missing or added run that are kept for the report.
-MAX_RUN_NODES = 200
-# A longer number is no offset into anything. (Python refuses integers of more than 4,300 digits.)
-MAX_NUMBER_CHARACTERS = 40
-# Where the groups are not known, rows of a mesh up to this many ranks are tried, and larger ones that divide the world.
-MAX_ROW_GUESSED = 64
+MAX_ORDER_SHOWN = 3  # collectives of each side that are named where their order differs
+MAX_RUN_NODES = 200  # nodes of a missing or added run that are kept for the report
+MAX_NUMBER_CHARACTERS = 40  # a longer number is no offset into anything; Python refuses more than 4,300 digits
+MAX_ROW_GUESSED = 64  # ranks of a mesh's row that is tried without groups; and larger ones that divide the world
 
-# The side of a difference on which there is no such node.
-NOT_THERE = "not there"
+NOT_THERE = "not there"  # the side of a difference on which there is no such node
 
 _T = TypeVar("_T")
 
 # --- Node records -----------------------------------------------------------------------------------------------------
-
 
 class Source(NamedTuple):
     """The source line that a node comes from."""
@@ -203,7 +195,6 @@ def _read_node(fields: Any, position: int) -> Node:
 
 # --- What a comparison gives ------------------------------------------------------------------------------------------
 
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Difference:
     """One place in which at least one variant is not as the reference.
@@ -259,7 +250,6 @@ class Comparison(NamedTuple):
 
 # --- Aligning two bodies ----------------------------------------------------------------------------------------------
 
-
 class Keys(NamedTuple):
     """What a body's nodes are compared by."""
 
@@ -284,17 +274,15 @@ def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
         form: tuple[Any, ...] = (name, node.dtype, node.shape, node.stride, node.device, node.note)
         if node.op == "get_attr" and nested_body(node, body) is None:
             form = (*form, node.constant or node.target)
-        reads = tuple((each.path, each.text if each.producer is None else each.producer) for each in node.arguments)
-        content.append((form, node.mutated_by, node.group, reads))
+        reads = [(each.path, each.text, each.producer) for each in node.arguments]
+        absolute = tuple((path, text if producer is None else producer) for path, text, producer in reads)
+        content.append((form, node.mutated_by, node.group, absolute))
         if node.op == "placeholder" and not _NUMBERED_INPUT.match(node.name):
             form = (*form, node.name)
-        reads = tuple(
-            (each.path, each.text if each.producer is None else names[each.producer]) for each in node.arguments
-        )
-        strict.append((form, reads))
+        by_name = tuple((path, text if producer is None else names[producer]) for path, text, producer in reads)
+        strict.append((form, by_name))
     weak = [name if isinstance(name, str) else name[0] for name in names]
-    cache[id(body)] = made = Keys(content, strict, weak)
-    return made
+    return cache.setdefault(id(body), Keys(content, strict, weak))
 
 
 def content(graph: Graph, cache: dict[int, Keys]) -> Any:
@@ -338,8 +326,8 @@ def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys) -> list[tuple[in
 def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tuple[int, int]]:
     """By all that the nodes are, and in the gaps by operation."""
     pairs = [(i + k, j + m) for k, m in align(a.strict[i:i_end], b.strict[j:j_end])]
-    for k, k_end, m, m_end in list(gaps([(x - i, y - j) for x, y in pairs], i_end - i, j_end - j)):
-        pairs += [(i + k + x, j + m + y) for x, y in align(a.weak[i + k : i + k_end], b.weak[j + m : j + m_end])]
+    for k, k_end, m, m_end in [*gaps(pairs, i_end, j_end, i, j)]:
+        pairs += [(k + x, m + y) for x, y in align(a.weak[k:k_end], b.weak[m:m_end])]
     return sorted(pairs)
 
 
@@ -360,21 +348,21 @@ def _align_part(a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple
     return ascending
 
 
-def gaps(pairs: Iterable[tuple[int, int]], length: int, other_length: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, other start, other stop) of what lies between the pairs, where neither side is empty."""
-    i = j = 0
-    for next_i, next_j in [*pairs, (length, other_length)]:
+def gaps(
+    pairs: Iterable[tuple[int, int]], end: int, other_end: int, i: int = 0, j: int = 0
+) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, other start, other stop) of what lies between the pairs, from i and j on, on both sides."""
+    for next_i, next_j in [*pairs, (end, other_end)]:
         if next_i > i and next_j > j:
             yield i, next_i, j, next_j
         i, j = next_i + 1, next_j + 1
 
 
-class _Issued(str):
-    """A collective as far as the order matters in which it is issued: its operation, constants and group."""
+def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, str]:
+    """The collectives of a body by position, as far as their order matters: operation, constants and group.
 
-
-def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, _Issued]:
-    """The collectives of a body by position. `by_layout` takes groups of one layout for one, as the rows of a mesh."""
+    `by_layout` takes groups of one layout for one, as the rows of a mesh.
+    """
     issued = {}
     for position, node in enumerate(body.nodes):
         if node.collective:
@@ -386,12 +374,12 @@ def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, _Issued]:
             elif ranks:
                 where += f" = {format_ranks(ranks)}"
             name = short_target(node.target).removesuffix(".default").rpartition(".")[2]
-            issued[position] = _Issued(f"{name}({', '.join(constants)}){where}")
+            issued[position] = f"{name}({', '.join(constants)}){where}"
     return issued
 
 
 # The collectives of both sides by position, where they are the same but for their order.
-_Order = tuple[dict[int, _Issued], dict[int, _Issued]]
+_Order = tuple[dict[int, str], dict[int, str]]
 
 
 def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
@@ -407,7 +395,6 @@ def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
 
 
 # --- Comparing two graphs ---------------------------------------------------------------------------------------------
-
 
 def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Comparison:
     """What differs in `other`.
@@ -494,6 +481,7 @@ class _Comparer:
         """Whether one graph ends, or begins, where the other goes on, as after a graph break. Adds the difference."""
         bodies = [comparison.reference, comparison.other]
         longer, shorter = bodies if missing else bodies[::-1]
+        to_shorter = comparison.to_other if missing else comparison.to_reference
         run = missing or added
         is_whole = all(body.nodes[-1].op == "output" for body in bodies)  # else it is cut off
         if comparison.path or (missing and added) or not is_whole or not 0 < run[0] == run[-1] - len(run) + 1:
@@ -501,17 +489,15 @@ class _Comparer:
         begins = longer.nodes[run[0] - 1].op == "placeholder"
         ends = run[-1] == len(longer.nodes) - 2
         edge = run[0] - 1 if ends else run[-1] + 1
-        is_matched = edge in (comparison.to_other if missing else comparison.to_reference)
         # One node more at the start is not a graph of its own.
-        if begins == ends or (begins and len(run) < 2) or not is_matched:
+        if begins == ends or (begins and len(run) < 2) or edge not in to_shorter:
             return False
         nodes = [longer.nodes[k] for k in run]
         source = next((f", from {each.place}: {each.code}" for node in nodes if (each := node.user_source)), "")
         size = f"{_describe_nodes(nodes)}{source}"
         sides = [f"goes on with {size}", "ends here"] if ends else [f"has {size}, before it", "begins here"]
-        position = edge if missing else comparison.to_reference[edge]
-        node = shorter.nodes[comparison.to_other[edge] if missing else position]
-        node = node._replace(name=comparison.reference.nodes[position].name)
+        position = edge if missing else to_shorter[edge]
+        node = shorter.nodes[to_shorter[edge]]._replace(name=comparison.reference.nodes[position].name)
         what = f"where one graph {'ends' if ends else 'begins'}"
         self._add(Difference("graph break", "", position, node, what, sides if missing else sides[::-1], nodes))
         return True
@@ -655,20 +641,15 @@ class _Comparer:
 
     def _fields(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[Difference]:
         """The differences between two matched nodes."""
-        found: Iterable[_Found]
+        node = x
+        found: Iterator[_Found] = itertools.chain(self._groups(x, y), _arguments(x, y, comparison))
         if x.op == "get_attr":
             found = self._attributes(comparison, i, x, y)
         elif x.op == "output":
             found = _outputs(x, y, comparison)
-        else:
-            found = itertools.chain(self._groups(x, y), _arguments(x, y, comparison))
+            returned = [comparison.reference.nodes[each.producer] for each in x.arguments if each.producer is not None]
+            node = x._replace(user_source=returned[0].user_source) if returned else x
         for kind, what, sides in found:
-            node = x
-            if kind == "outputs":  # the line of a value that is returned
-                returned = (
-                    comparison.reference.nodes[each.producer] for each in x.arguments if each.producer is not None
-                )
-                node = x._replace(user_source=next((each.user_source for each in returned), x.user_source))
             yield Difference(kind, comparison.path, i, node, what, sides)
         forms = [
             (each.dtype, _sizes(each.shape), _sizes(each.stride), each.device, each.note or "plain") for each in (x, y)
@@ -831,7 +812,6 @@ def _places(pairs: Iterable[tuple[int, int]], length: int, other_length: int) ->
 
 # --- How things are called --------------------------------------------------------------------------------------------
 
-
 def number_of(count: int, noun: str) -> str:
     """Such as `1 node`, `1,200 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -867,7 +847,8 @@ def _describe_run(nodes: list[Node]) -> str:
 
 
 def _describe_inputs(body: Body, only_here: list[int]) -> str:
-    names = [f"`{node.name}` {_form(node)}".rstrip() for node in map(body.nodes.__getitem__, only_here[:3])]
+    nodes = [body.nodes[position] for position in only_here[:3]]
+    names = [f"`{node.name}` {node.dtype}{_sizes(node.shape)}".rstrip() for node in nodes]
     only = f", only here: {', '.join(names)}{' …' if len(only_here) > 3 else ''}" if names else ""
     return f"{number_of(len(body.inputs), 'input')}{only}"
 
@@ -876,10 +857,6 @@ def _describe_mutation(node: Node) -> str:
     """How an input is changed: by an operation, or by an output that is written back to it."""
     how = node.mutated_by
     return "not changed" if not how else "changed in place" if how == "output" else f"changed in place ({how})"
-
-
-def _form(node: Node) -> str:
-    return f"{node.dtype}{_sizes(node.shape)}"
 
 
 def _sizes(sizes: tuple[str, ...] | None) -> str:
@@ -893,7 +870,6 @@ def _short_place(node: Node) -> str:
 
 
 # --- Merging the variants ---------------------------------------------------------------------------------------------
-
 
 def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
     """One difference for each place in the reference, in its order, with the values of all variants that differ there.
@@ -935,7 +911,6 @@ def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
     return list(first.values())
 
 
-_INTEGER = re.compile(r"-?\d+$")
 NUMBER = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?$")
 
 
@@ -950,19 +925,16 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
         Such as `18992 · rank`, `18992 · (rank + 1)` or `64 · (rank % 4)`. Two values are enough only for a multiple
         of the rank or of the rank + 1; any two points lie on a line.
     """
-    values: dict[int, float] = {}
-    for rank, text in value_of_rank.items():
-        if not NUMBER.match(text) or len(text) > MAX_NUMBER_CHARACTERS:
-            return ""
-        values[rank] = int(text) if _INTEGER.match(text) else float(text)
-        if not math.isfinite(values[rank]):
-            return ""
+    texts = value_of_rank.values()
+    if any(len(text) > MAX_NUMBER_CHARACTERS or not NUMBER.match(text) or math.isinf(float(text)) for text in texts):
+        return ""
+    values = {rank: Fraction(text) for rank, text in value_of_rank.items()}
     formulas = (_affine(values, name, index_of) for name, index_of in _indices(values, groups))
     return next(filter(None, formulas), "")
 
 
 def _indices(
-    values: Mapping[int, float], groups: Iterable[Sequence[int]]
+    values: Mapping[int, Fraction], groups: Iterable[Sequence[int]]
 ) -> Iterator[tuple[str, Callable[[int], int]]]:
     """What a constant may depend on: a name, and the index of a rank."""
     yield "rank", lambda rank: rank
@@ -985,25 +957,24 @@ def _row_sizes(world_size: int) -> list[int]:
     return [size for size in range(2, world_size) if size <= MAX_ROW_GUESSED or world_size % size == 0]
 
 
-def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], int]) -> str:
-    points: dict[int, float] = {}
+def _affine(values: Mapping[int, Fraction], name: str, index_of: Callable[[int], int]) -> str:
+    points: dict[int, Fraction] = {}
     for rank, value in values.items():
         if points.setdefault(index_of(rank), value) != value:
             return ""
     if len(points) < 2:
         return ""
     (x0, y0), (x1, y1), *_ = points.items()
-    exact = all(isinstance(value, int) for value in points.values())
-    if exact and (y1 - y0) % (x1 - x0):
-        return ""
-    step = (y1 - y0) // (x1 - x0) if exact else (y1 - y0) / (x1 - x0)
+    step = (y1 - y0) / (x1 - x0)
     offset = y0 - step * x0
-    if not step or not math.isfinite(step) or not math.isfinite(offset):
+    are_whole = all(value.denominator == 1 for value in points.values())
+    tolerance = 0 if are_whole else Fraction(1, 10**9)  # of what floating point numbers are rounded by
+    if not step or (are_whole and step.denominator > 1):
         return ""
-    if any(abs(step * x + offset - y) > (0 if exact else 1e-9 * abs(y)) for x, y in points.items()):
+    if any(abs(step * x + offset - y) > tolerance * abs(y) for x, y in points.items()):
         return ""
     ahead = round(offset / step)
-    is_multiple = abs(offset - ahead * step) <= (0 if exact else 1e-9 * abs(step))
+    is_multiple = abs(offset - ahead * step) <= tolerance * abs(step)
     if len(points) == 2 and not (is_multiple and ahead in (0, 1) and abs(step) >= 2):
         return ""
     if step != 1 and is_multiple and ahead and abs(ahead) <= max(points) + 1:
@@ -1014,6 +985,6 @@ def _affine(values: Mapping[int, float], name: str, index_of: Callable[[int], in
     return f"{term} {'+' if offset > 0 else '-'} {_plain(abs(offset))}"
 
 
-def _plain(number: float) -> str:
+def _plain(number: Fraction) -> str:
     """Without the digits that come from rounding alone."""
-    return str(number) if isinstance(number, int) else f"{number:.12g}"
+    return str(number) if number.denominator == 1 else f"{float(number):.12g}"
