@@ -35,11 +35,11 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 if __package__:
     from . import _graph_diff
-    from ._graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from ._graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Node, Source, number_of
     from ._vocabulary import HandshakeError, format_ranks
 else:
     import _graph_diff
-    from _graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Source, number_of
+    from _graph_diff import NOT_THERE, BodyComparison, Comparison, Difference, Graph, Keys, Node, Source, number_of
     from _vocabulary import HandshakeError, format_ranks
 
 _logger = logging.getLogger("torch_tpu.handshake")
@@ -48,7 +48,6 @@ _logger = logging.getLogger("torch_tpu.handshake")
 # that is a screen or two, on the page what a browser scrolls with ease.
 MAX_LOG_ITEMS, MAX_LOG_VALUES = 10, 4
 MAX_PAGE_ITEMS, MAX_PAGE_VALUES = 200, 64
-MAX_TEXT_COLUMNS = 114
 # A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
 MAX_LINE_CHARACTERS, LEAD_CHARACTERS = 160, 40
 # Graphs side by side: of variants, rows, and equal nodes around a changed one; and the characters of a node.
@@ -359,7 +358,7 @@ class Report:
         also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
         places = number_of(sum(1 + len(each["alike"]) for each in differences), "place")
         other_kinds = Counter(each["kind"] for each in differences[most_items:]).most_common()
-        lines = [
+        sections = [
             facts["headline"],
             *(f"  On the line of {each['ranks']}: collectives {_span(each['span'])}" for each in facts["groups"]),
             *([f"  Reason: {facts['reason']}"] if facts["reason"] else []),
@@ -380,12 +379,10 @@ class Report:
             *_section("Handshakes just before:", [f"  {line}" for line in facts["before"]], most_items, "handshakes"),
             *_section("", [f"Note: {note}" for note in facts["notes"]], most_items, "notes"),
         ]
-        return "\n".join(lines) + "\n"
+        return "\n".join(sections) + "\n"
 
 
-_PARAGRAPHS = textwrap.TextWrapper(
-    MAX_TEXT_COLUMNS, "  - ", "    ", break_long_words=False, break_on_hyphens=False
-)
+_PARAGRAPHS = textwrap.TextWrapper(114, "  - ", "    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _section(title: str, items: list[str], most: int, of_what: str) -> Iterator[str]:
@@ -447,17 +444,14 @@ def _remarks(variant: Variant) -> Iterator[str]:
 
 def _shown(sides: list[tuple[list[int], str]]) -> list[dict[str, str]]:
     """The sides as they are to be read: long ones from a little before the first character that differs."""
-    values = [value for _, value in sides if value != NOT_THERE]
+    values = sorted(value for _, value in sides if value != NOT_THERE)
     start = 0
     if len(values) > 1 and max(map(len, values)) > MAX_LINE_CHARACTERS:
-        columns = enumerate(zip(*values, strict=False))  # all do not differ before the shortest one ends
-        start = next((k for k, column in columns if len({*column}) > 1), min(map(len, values)))
-        start = max(0, start - LEAD_CHARACTERS)
-    shown = [value if value == NOT_THERE or not start else f"…{value[start:]}" for _, value in sides]
-    return [
-        {"ranks": format_ranks(ranks), "value": _cut(value, MAX_NODE_CHARACTERS)}
-        for (ranks, _), value in zip(sides, shown, strict=True)
-    ]
+        # What the first and the last begin with, all do.
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values[0], values[-1], strict=False))
+        start = max(0, sum(1 for _ in alike) - LEAD_CHARACTERS)
+    shown = [(ranks, f"…{value[start:]}" if start and value != NOT_THERE else value) for ranks, value in sides]
+    return [{"ranks": format_ranks(ranks), "value": _cut(value, MAX_NODE_CHARACTERS)} for ranks, value in shown]
 
 
 def _source_text(source: Source | None, is_of_input: bool = False) -> str:
@@ -533,7 +527,8 @@ def _comparisons(report: Report) -> Iterator[str]:
 def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]:
     """The changed regions of two bodies, with a few equal nodes around each."""
     rows = [*_rows(comparison)]
-    near = {k + d for k, row in enumerate(rows) if row[2] for d in range(-CONTEXT_NODES, CONTEXT_NODES + 1)}
+    changed = [k for k, (_, _, is_changed) in enumerate(rows) if is_changed]
+    near = {k + d for k in changed for d in range(-CONTEXT_NODES, CONTEXT_NODES + 1)}
     shown = [k for k in range(len(rows)) if k in near]
     if not shown:
         return
@@ -546,32 +541,32 @@ def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]
         if not is_near:
             yield _wide(f"… {number_of(len([*group]), 'equal node')} …")
             continue
-        for i, j, is_changed in map(rows.__getitem__, group):
-            x = None if i is None else comparison.reference.nodes[i]
-            y = None if j is None else comparison.other.nodes[j]
-            line = x.user_source if x is not None else y.user_source if y is not None else None
+        for *sides, is_changed in map(rows.__getitem__, group):
+            line = next(node.user_source for _, node in filter(None, sides))
             if line is not None and (source is None or line[:2] != source[:2]):
                 source = line
                 yield _wide(_source_text(source))
             cells = ""
-            for at, node, style in ((i, x, "old"), (j, y, "new")):
-                text = "" if node is None else escape(_cut(node.line, MAX_NODE_CHARACTERS))
-                style = style if text and is_changed else ""
-                cells += f'<td class="at">{"" if at is None else at}</td><td class="{style}">{text}</td>'
+            for side, style in zip(sides, ("old", "new"), strict=True):
+                at, text = ("", "") if side is None else (side[0], escape(_cut(side[1].line, MAX_NODE_CHARACTERS)))
+                cells += f'<td class="at">{at}</td><td class="{style if text and is_changed else ""}">{text}</td>'
             yield f"<tr>{cells}</tr>"
     if len(shown) > MAX_ROWS:
         yield _wide(f"… {number_of(len(shown) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
     yield "</table>"
 
 
-def _rows(comparison: BodyComparison) -> Iterator[tuple[int | None, int | None, bool]]:
-    """(position in the reference, in the variant, whether it is changed) of each line; a position may be None."""
+_Side = tuple[int, Node] | None
+
+
+def _rows(comparison: BodyComparison) -> Iterator[tuple[_Side, _Side, bool]]:
+    """The node of the reference and that of the variant, with their positions, and whether they are changed."""
+    nodes, others = [*enumerate(comparison.reference.nodes)], [*enumerate(comparison.other.nodes)]
     i = j = 0
-    ends = len(comparison.reference.nodes), len(comparison.other.nodes)
-    for next_i, next_j in [*comparison.pairs, ends]:
-        yield from ((x, y, True) for x, y in itertools.zip_longest(range(i, next_i), range(j, next_j)))
-        if next_i < ends[0]:
-            yield next_i, next_j, next_i in comparison.changed
+    for next_i, next_j in [*comparison.pairs, (len(nodes), len(others))]:
+        yield from ((x, y, True) for x, y in itertools.zip_longest(nodes[i:next_i], others[j:next_j]))
+        if next_i < len(nodes):
+            yield nodes[next_i], others[next_j], next_i in comparison.changed
         i, j = next_i + 1, next_j + 1
 
 
@@ -914,13 +909,9 @@ class Reports:
         spans = sorted(split.spans, key=lambda span: (-len(span[0].ranks), span[1]))
         line, limit, _ = spans[0]
         recent = [each for each in sorted(self._recent.get(line, [])) if each[1] <= limit]
-        context = Context(
-            [(line.ranks, (start, end)) for line, start, end in spans],
-            [f"{_span(each)} on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]],
-            split.reason,
-            notes,
-            versions,
-        )
+        before = [f"{_span(each)} on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]]
+        groups = [(line.ranks, (start, end)) for line, start, end in spans]
+        context = Context(groups, before, split.reason, notes, versions)
         job = {"context": context._asdict(), "variants": [each._asdict() for each in variants]}
         head = json.dumps({**job, "bytes": [*map(len, graphs)]}, default=list).encode()
         stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{len(self._explained):04d}")
