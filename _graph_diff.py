@@ -22,7 +22,6 @@ offset of a shard, baked into the graph.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -39,7 +38,7 @@ else:
     from _graph_plan import align
     from _vocabulary import format_ranks
 
-MAX_NESTED_BODIES = 50  # deeper ones are refused: each level takes some of Python's stack; programs nest 2 or 3
+MAX_NESTED_BODIES = 50  # deeper ones are refused: a level takes some of Python's stack; programs nest 2 or 3
 MAX_GROUP_RANKS = 2**20  # a larger group is refused: no job has as many ranks
 # Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
 # differences would be as long as both. Those of smaller graphs than that are told.
@@ -48,8 +47,8 @@ MIN_COMMON_PART, MIN_CALLS = 0.2, 5
 MAX_DIFFERENCES_PER_VARIANT = 1000
 MAX_ORDER_SHOWN = 3  # collectives of each side that are named where their order differs
 MAX_RUN_NODES = 200  # nodes of a missing or added run that are kept for the report
-MAX_NUMBER_CHARACTERS = 40  # a longer number is no offset into anything; Python refuses more than 4,300 digits
-MAX_ROW_GUESSED = 64  # ranks of a mesh's row that is tried without groups; and larger ones that divide the world
+MAX_NUMBER_CHARACTERS = 40  # a longer one is no offset into anything; Python refuses more than 4,300 digits
+MAX_ROW_GUESSED = 64  # ranks of a row that is tried where no groups are known, or more if they divide the world
 
 NOT_THERE = "not there"  # the side of a difference on which there is no such node
 
@@ -264,9 +263,8 @@ _NUMBERED_INPUT = re.compile(r"^(?:primals|tangents|arg|args|s|u|l|input)_?\d*(?
 
 def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
     """The keys of a body's nodes. `cache` is by identity; whoever holds it must hold the bodies."""
-    known = cache.get(id(body))
-    if known is not None:
-        return known
+    if id(body) in cache:
+        return cache[id(body)]
     names = [_operation(node, body, cache) for node in body.nodes]
     content: list[Any] = []
     strict: list[Any] = []
@@ -279,8 +277,8 @@ def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
         content.append((form, node.mutated_by, node.group, absolute))
         if node.op == "placeholder" and not _NUMBERED_INPUT.match(node.name):
             form = (*form, node.name)
-        by_name = tuple((path, text if producer is None else names[producer]) for path, text, producer in reads)
-        strict.append((form, by_name))
+        named = tuple((path, text if producer is None else names[producer]) for path, text, producer in reads)
+        strict.append((form, named))
     weak = [name if isinstance(name, str) else name[0] for name in names]
     return cache.setdefault(id(body), Keys(content, strict, weak))
 
@@ -351,7 +349,7 @@ def _align_part(a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple
 def gaps(
     pairs: Iterable[tuple[int, int]], end: int, other_end: int, i: int = 0, j: int = 0
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, other start, other stop) of what lies between the pairs, from i and j on, on both sides."""
+    """(start, stop, other start, other stop) of what lies between pairs, from i and j on, on both sides."""
     for next_i, next_j in [*pairs, (end, other_end)]:
         if next_i > i and next_j > j:
             yield i, next_i, j, next_j
@@ -407,12 +405,11 @@ def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Compariso
     comparer = _Comparer(reference, other, cache)
     differences, bodies, dropped = comparer.differences, comparer.bodies, comparer.dropped
     nodes, other_nodes = reference.body.nodes, other.body.nodes
-    same = [
-        i for i, j in bodies[0].to_other.items() if nodes[i].op == "call" and nodes[i].target == other_nodes[j].target
-    ]
+    matched = [(nodes[i], other_nodes[j]) for i, j in bodies[0].to_other.items()]
+    same = sum(x.op == "call" and x.target == y.target for x, y in matched)
     # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
     calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
-    if calls >= MIN_CALLS and len(same) < MIN_COMMON_PART * calls:
+    if calls >= MIN_CALLS and same < MIN_COMMON_PART * calls:
         first = next((node for node in nodes if node.user_source), nodes[0])
         sizes = [describe_size(graph.body) for graph in (reference, other)]
         differences, dropped = [Difference("graph", "", 0, first, "nothing in common", sizes)], 0
@@ -647,8 +644,8 @@ class _Comparer:
             found = self._attributes(comparison, i, x, y)
         elif x.op == "output":
             found = _outputs(x, y, comparison)
-            returned = [comparison.reference.nodes[each.producer] for each in x.arguments if each.producer is not None]
-            node = x._replace(user_source=returned[0].user_source) if returned else x
+            returned = next((each.producer for each in x.arguments if each.producer is not None), i)
+            node = x._replace(user_source=comparison.reference.nodes[returned].user_source)
         for kind, what, sides in found:
             yield Difference(kind, comparison.path, i, node, what, sides)
         forms = [
@@ -925,9 +922,9 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
         Such as `18992 · rank`, `18992 · (rank + 1)` or `64 · (rank % 4)`. Two values are enough only for a multiple
         of the rank or of the rank + 1; any two points lie on a line.
     """
-    texts = value_of_rank.values()
-    if any(len(text) > MAX_NUMBER_CHARACTERS or not NUMBER.match(text) or math.isinf(float(text)) for text in texts):
-        return ""
+    for text in value_of_rank.values():
+        if len(text) > MAX_NUMBER_CHARACTERS or not NUMBER.match(text) or math.isinf(float(text)):
+            return ""
     values = {rank: Fraction(text) for rank, text in value_of_rank.items()}
     formulas = (_affine(values, name, index_of) for name, index_of in _indices(values, groups))
     return next(filter(None, formulas), "")
@@ -947,14 +944,11 @@ def _indices(
             place = {rank: number for group in known for number, rank in enumerate(group)}
             yield f"(rank in its group of {size})", place.__getitem__
     # Without the groups: a mesh of ranks in order, whose rows have `size` ranks.
-    for size in _row_sizes(max(values, default=0) + 1):
-        yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
-        yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
-
-
-@functools.cache
-def _row_sizes(world_size: int) -> list[int]:
-    return [size for size in range(2, world_size) if size <= MAX_ROW_GUESSED or world_size % size == 0]
+    world_size = max(values, default=0) + 1
+    for size in range(2, world_size):
+        if size <= MAX_ROW_GUESSED or world_size % size == 0:
+            yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
+            yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
 
 
 def _affine(values: Mapping[int, Fraction], name: str, index_of: Callable[[int], int]) -> str:

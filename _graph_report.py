@@ -55,7 +55,7 @@ MAX_COMPARISONS, MAX_ROWS, CONTEXT_NODES, MAX_NODE_CHARACTERS = 12, 400, 3, 2000
 
 MAX_GRAPH_BYTES = 8 * 2**20  # a graph on its way, compressed: one of 100,000 nodes takes some 4 MB
 MAX_TEXT_BYTES = 64 * 2**20  # what it may be unpacked
-MAX_VARIANTS = 64  # graphs that one report compares; where each rank has its own, further ones show nothing new
+MAX_VARIANTS = 64  # graphs that one report compares; with one for each rank, further ones show nothing new
 # Graphs, compressed, that are kept for reports or on their way; past either bound no more are asked for.
 MAX_GRAPHS, MAX_GRAPHS_BYTES = 1024, 256 * 2**20
 MAX_SPLITS = 256  # split components that are kept for late votes; the ranks that the oldest lack never come
@@ -100,13 +100,12 @@ class Context(NamedTuple):
 
 # What to do, by topic.
 _ADVICE_TEXT = """\
-versions: The ranks have different library versions (above). Install the same ones everywhere first: other versions
-  decompose, fuse and partition differently.
+versions: The ranks' library versions differ (above). Install the same ones everywhere first: others trace differently.
 hosts: The variants follow the hosts. Compare their library versions, environment variables and compile caches (one that
   is warm on some hosts only can give them an older graph: clear it or share it).
-nothing differs: The graphs of {odd} and of the reference read the same, so their fingerprints differ in something that
-  is not shown: values of tensor constants, inputs that share memory, descriptions of process groups, or how the graph
-  was compiled (in an executable's also library versions or compiler flags).
+nothing differs: The graphs of {odd} and of the reference read the same. What differs is not shown: values of tensor
+  constants, inputs that share memory, descriptions of process groups, or how the graph was compiled (library versions,
+  flags).
 shard: The bounds of each rank's shard ({formulas}) are baked into the graph as Python constants{at}. Keep them in a
   buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
   function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
@@ -123,32 +122,30 @@ graph break: One graph ends or begins where the other goes on{at}: probably a gr
   separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
   `torch.compile(fullgraph=True)` turns a break into an error. If no rank breaks there, the rest is under a condition
   that depends on the rank: run it on all ranks.
-collectives: Not all ranks issue the same collectives{at}: on the device they would wait for one another forever. Issue
-  each on all members of its group (with an empty or zero input where a rank has nothing to give), not under a condition
-  that depends on the rank.
-graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are at different places of
-  the program. Look before this point for a branch on the rank or on data, or for a graph break, a recompile or a warm
-  compile cache on some ranks only.
+collectives: Not all ranks issue the same collectives{at}, so on the device they would wait for one another forever.
+  Issue each on all members of its group (with an empty or zero input where a rank has nothing to give), whatever the
+  rank.
+graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are elsewhere in the
+  program. Look before this point for a branch on the rank or on data, a graph break, a recompile, or a warm compile
+  cache on some ranks only.
 operations: The ranks traced different operations{at}. Look there for a branch on the rank or its settings, and remove
   it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some ranks
   only (clear it or share it), or a partitioner that chose differently.
 order of collectives: The same collectives come in another order on {odd}{at}: on the device the ranks would wait for
   one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
-  keys, not over a set or dict that was filled in another order; without passes that reorder by timings of each process
-  (for Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all.
+  keys, not over a set or dict filled in another order; without passes that reorder by timings of each process (in
+  Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all.
 shape: Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; uneven
   shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before
   the first call, or `torch.compile(dynamic=True)`.
 dtype: The dtype is not the same on all ranks{at}: check autocast, the parameters' dtype and the loaded checkpoint.
-stride: The stride is not the same on all ranks{at}: call `.contiguous()` (or use one memory format) before the compiled
-  part.
+stride: Strides are not the same on all ranks{at}: call `.contiguous()`, or use one memory format, before this part.
 device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
-name of a group: The group has the same ranks but was created under another name{at}: names are counted in the order of
-  creation. Create the same groups in the same order on all ranks (every rank calls new_group for every group, its own
-  or not), or take them from one DeviceMesh.
+name of a group: The group has the same ranks but another name{at}: names are counted as groups are created. Create the
+  same groups in the same order on all ranks (each calls new_group for every group, its own or not), or use one
+  DeviceMesh.
 group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
-  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use the same group on all ranks, and
-  create the groups in the same order.
+  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use one group, created in the same order.
 change in place: An input is changed in place on some ranks only{at}: change it on all or none, or work on a copy.
 inputs: The graphs take different inputs: check that all ranks have the same parameters and the same optional arguments,
   that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or
@@ -250,7 +247,8 @@ class Report:
                 self.reference, self._graph = number, graph
                 continue
             comparison = _graph_diff.compare(self._graph, graph, cache)
-            pattern = tuple((each.body, each.position, each.kind, each.what) for each in comparison.differences)
+            differences = comparison.differences
+            pattern = tuple((each.body, each.position, each.kind, each.what) for each in differences)
             numbers = self.alike.setdefault(pattern, [])
             numbers.append(number)
             is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
@@ -265,9 +263,15 @@ class Report:
             bound = f"MAX_DIFFERENCES_PER_VARIANT={_graph_diff.MAX_DIFFERENCES_PER_VARIANT}"
             notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
         versions = [*_unequal_versions(context)]
-        self.facts: dict[str, Any] = {  # what there is to say, as JSON; the text and the page are made from it
+        headline = f"{context.title}: " if context.title else ""
+        if len(self.variants) == 1:
+            headline += f"one graph, on {self.ranks()}"
+        else:
+            headline += f"{self.ranks()} have {len(self.variants)} different graphs"
+        # What there is to say, as JSON; the text and the page are made from it.
+        self.facts: dict[str, Any] = {
             "handshake_report": 1,
-            "headline": self.headline(),
+            "headline": headline,
             "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
             "reason": context.reason,
             "versions": versions,
@@ -301,13 +305,6 @@ class Report:
             ranks_of.setdefault(value, []).extend(self.variants[number].ranks)
         return [(ranks, value) for value, ranks in ranks_of.items()]
 
-    def headline(self) -> str:
-        """Who has how many graphs."""
-        title = f"{self.context.title}: " if self.context.title else ""
-        if len(self.variants) == 1:
-            return f"{title}one graph, on {self.ranks()}"
-        return f"{title}{self.ranks()} have {len(self.variants)} different graphs"
-
     def _place(self, difference: Difference) -> str:
         """Node, position and operation of a difference; where on its group's line it is, if it is a collective."""
         if difference.kind == "graph" or self._graph is None:
@@ -329,11 +326,12 @@ class Report:
     def _advice(self, do_versions_differ: bool) -> list[str]:
         """What to change, the most telling first; each piece once, with the place of the first difference it is for."""
         found: dict[str, str] = {}
-        hosts = [(each.rpartition(":")[0], k) for k, variant in enumerate(self.variants) for each in variant.hosts]
-        number_of_hosts = len(dict(hosts))
+        addresses = [(address, k) for k, variant in enumerate(self.variants) for address in variant.hosts]
+        hosts = [(address.rpartition(":")[0], k) for address, k in addresses]
+        count = len(dict(hosts))
         if do_versions_differ:
             found["versions"] = _ADVICE["versions"]
-        elif len(self.variants) > 1 and 1 < number_of_hosts < len(hosts) and len(set(hosts)) == number_of_hosts:
+        elif len(self.variants) > 1 and 1 < count < len(hosts) and len(set(hosts)) == count:
             found["hosts"] = _ADVICE["hosts"]  # several ranks on a host, and each host has one variant
         topics = [(difference, [*_topics(difference)]) for difference in self.differences]
         for difference, of_difference in topics:
@@ -353,14 +351,14 @@ class Report:
     def text(self, most_items: int = MAX_LOG_ITEMS, most_values: int = MAX_LOG_VALUES) -> str:
         """The report as text."""
         facts = self.facts
-        variants, differences = facts["variants"], facts["differences"]
+        groups, variants, differences = facts["groups"], facts["variants"], facts["differences"]
         follows = sum(each["follows"] for each in differences)
         also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
         places = number_of(sum(1 + len(each["alike"]) for each in differences), "place")
         other_kinds = Counter(each["kind"] for each in differences[most_items:]).most_common()
         sections = [
             facts["headline"],
-            *(f"  On the line of {each['ranks']}: collectives {_span(each['span'])}" for each in facts["groups"]),
+            *(f"  On the line of {each['ranks']}: collectives {_span(each['span'])}" for each in groups),
             *([f"  Reason: {facts['reason']}"] if facts["reason"] else []),
             *(f"  Library versions differ: {line}" for line in facts["versions"]),
             *_section(
@@ -375,8 +373,8 @@ class Report:
                 most_items,
                 f"({', '.join(f'{count} {kind}' for kind, count in other_kinds)})",
             ),
-            *_section("What to do:", [*map(_PARAGRAPHS.fill, facts["advice"])], most_items, "pieces of advice"),
-            *_section("Handshakes just before:", [f"  {line}" for line in facts["before"]], most_items, "handshakes"),
+            *_section("What to do:", list(map(_PARAGRAPHS.fill, facts["advice"])), most_items, "to do"),
+            *_section("Handshakes just before:", [f"  {line}" for line in facts["before"]], most_items, "before"),
             *_section("", [f"Note: {note}" for note in facts["notes"]], most_items, "notes"),
         ]
         return "\n".join(sections) + "\n"
@@ -426,7 +424,8 @@ def _unequal_versions(context: Context) -> Iterator[str]:
     for library, ranks_of in sorted(context.versions.items()):
         largest_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
         if len(largest_first) > 1:
-            yield f"{library}: {', '.join(f'{version} on {format_ranks(ranks)}' for version, ranks in largest_first)}"
+            shown = ", ".join(f"{version} on {format_ranks(ranks)}" for version, ranks in largest_first)
+            yield f"{library}: {shown}"
 
 
 def _remarks(variant: Variant) -> Iterator[str]:
@@ -450,15 +449,17 @@ def _shown(sides: list[tuple[list[int], str]]) -> list[dict[str, str]]:
         # What the first and the last begin with, all do.
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values[0], values[-1], strict=False))
         start = max(0, sum(1 for _ in alike) - LEAD_CHARACTERS)
-    shown = [(ranks, f"…{value[start:]}" if start and value != NOT_THERE else value) for ranks, value in sides]
-    return [{"ranks": format_ranks(ranks), "value": _cut(value, MAX_NODE_CHARACTERS)} for ranks, value in shown]
+    cut = [value if value == NOT_THERE or not start else f"…{value[start:]}" for _, value in sides]
+    shown = [_cut(value, MAX_NODE_CHARACTERS) for value in cut]
+    return [{"ranks": format_ranks(ranks), "value": value} for (ranks, _), value in zip(sides, shown, strict=True)]
 
 
 def _source_text(source: Source | None, is_of_input: bool = False) -> str:
     """The user's line; of an input the line that reads it first."""
     if source is None:
         return ""
-    return f"{'first used in ' if is_of_input else ''}{source.place}{': ' if source.code else ''}{_cut(source.code)}"
+    code = f": {_cut(source.code)}" if source.code else ""
+    return f"{'first used in ' if is_of_input else ''}{source.place}{code}"
 
 
 def _letters(number: int) -> str:
@@ -475,14 +476,16 @@ def _cut(text: str, most_characters: int = MAX_LINE_CHARACTERS) -> str:
 
 _HEAD = """\
 <!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><style>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
 :root { color-scheme: light dark; --panel: #f6f8fa; --old: #ffebe9; --new: #dafbe1; }
 @media (prefers-color-scheme: dark) { :root { --panel: #151b23; --old: #3c1618; --new: #12321d; } }
 body { margin: 0 auto; max-width: 1500px; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
 pre, td { font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-table { table-layout: fixed; width: 100%; } th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; }
-.at { width: 4rem; } pre, th, .wide { background: var(--panel); }
+table { table-layout: fixed; width: 100%; } .at { width: 4rem; }
+th, td { text-align: left; vertical-align: top; padding: .1rem .5rem; }
+pre, th, .wide { background: var(--panel); }
 .old { background: var(--old); } .new { background: var(--new); }
 </style>"""
 
@@ -495,11 +498,12 @@ def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()
         heading: a line above them, where there are several.
         notes: lines above the reports.
     """
-    heading = escape(heading or (reports[0].headline() if reports else "No graphs"))
+    heading = escape(heading or (reports[0].facts["headline"] if reports else "No graphs"))
     parts = [f"{_HEAD}<title>{heading}</title></head><body><h1>{heading}</h1>"]
     parts += [f"<p>{escape(note)}</p>" for note in notes]
     if len(reports) > 1:
-        links = (f'<li><a href="#report{k}">{escape(each.headline())}</a></li>' for k, each in enumerate(reports))
+        lines = [escape(report.facts["headline"]) for report in reports]
+        links = (f'<li><a href="#report{k}">{line}</a></li>' for k, line in enumerate(lines))
         parts.append(f"<ul>{''.join(links)}</ul>")
     for number, report in enumerate(reports):
         parts.append(f'<pre id="report{number}">{escape(report.text(MAX_PAGE_ITEMS, MAX_PAGE_VALUES))}</pre>')
@@ -514,7 +518,7 @@ def _comparisons(report: Report) -> Iterator[str]:
         if any(difference.kind != "graph" for difference in report.comparisons[numbers[0]].differences)
     ]  # fmt: skip
     for first, *others in alike[:MAX_COMPARISONS]:
-        names = [escape(f"{_letters(number)} ({report.ranks([number])})") for number in (report.reference, first)]
+        names = [f"{_letters(number)} ({report.ranks([number])})" for number in (report.reference, first)]
         also = f"; the same places differ on {report.ranks(others)}" if others else ""
         yield f"<h2>Side by side: {' and '.join(names)}{also}</h2>"
         for body in report.comparisons[first].bodies:
@@ -548,8 +552,9 @@ def _side_by_side(comparison: BodyComparison, names: list[str]) -> Iterator[str]
                 yield _wide(_source_text(source))
             cells = ""
             for side, style in zip(sides, ("old", "new"), strict=True):
-                at, text = ("", "") if side is None else (side[0], escape(_cut(side[1].line, MAX_NODE_CHARACTERS)))
-                cells += f'<td class="at">{at}</td><td class="{style if text and is_changed else ""}">{text}</td>'
+                at, text = ("", "") if side is None else (side[0], _cut(side[1].line, MAX_NODE_CHARACTERS))
+                style = style if text and is_changed else ""
+                cells += f'<td class="at">{at}</td><td class="{style}">{escape(text)}</td>'
             yield f"<tr>{cells}</tr>"
     if len(shown) > MAX_ROWS:
         yield _wide(f"… {number_of(len(shown) - MAX_ROWS, 'more line')} left out (MAX_ROWS={MAX_ROWS}) …")
@@ -560,7 +565,7 @@ _Side = tuple[int, Node] | None
 
 
 def _rows(comparison: BodyComparison) -> Iterator[tuple[_Side, _Side, bool]]:
-    """The node of the reference and that of the variant, with their positions, and whether they are changed."""
+    """A node of the reference and one of the variant, with their positions; whether they are changed."""
     nodes, others = [*enumerate(comparison.reference.nodes)], [*enumerate(comparison.other.nodes)]
     i = j = 0
     for next_i, next_j in [*comparison.pairs, (len(nodes), len(others))]:
@@ -600,8 +605,8 @@ def write_file(path: str, content: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Makes one report: the job is on the standard input, what is to be logged goes to the standard output.
 
-    The job is a line of JSON, `{"context": {…}, "variants": [{…}, …], "bytes": [number, …]}`, with the fields of
-    `Context` and `Variant`, and after it the graphs, as the ranks sent them, each of as many bytes as the line says.
+    The job is a line of JSON, `{"context": {…}, "variants": [{…}, …], "bytes": [number, …]}`, with the fields
+    of `Context` and `Variant`, and after it the graphs as ranks sent them, of as many bytes as the line says.
 
     Args:
         arguments: one, the path of the files without their suffixes.
@@ -770,7 +775,7 @@ class Reports:
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._asked: dict[bytes, tuple[int, int, float]] = {}  # by digest: rank, number, until when
         self._explained: set[bytes] = set()
-        # Comparisons to be made: their files' path without a suffix, the ranks of the split, and what `main` reads.
+        # Comparisons to be made: the path of the files, the ranks of the split, and what `main` reads.
         self._jobs: deque[tuple[str, list[int], list[bytes]]] = deque()
         self._running: _Running | None = None
         self._look_at = 0.0
@@ -815,7 +820,8 @@ class Reports:
             if split.report_due is not None and (is_complete or split.report_due <= now):
                 frames += self._explain(split)
         self._splits = [split for split in self._splits if split.missing or split.report_due is not None]
-        if self._running is not None and (self._running.process.poll() is not None or self._running.until <= now):
+        running = self._running
+        if running is not None and (running.process.poll() is not None or running.until <= now):
             frames += self._finish()
         while self._running is None and self._jobs:
             frames += self._start(*self._jobs.popleft(), now)
@@ -849,7 +855,8 @@ class Reports:
         if split is None:
             if len(self._splits) >= MAX_SPLITS:
                 del self._splits[0]
-            split = _Split(votes[0].reason, now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None)
+            due = now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None
+            split = _Split(votes[0].reason, due)
             self._splits.append(split)
         for vote in votes:
             split.digest_of[vote.rank] = vote.digest
@@ -860,7 +867,7 @@ class Reports:
         return [frame for vote in votes if vote.has_graph for frame in self._ask(split, vote, now)]
 
     def _ask(self, split: _Split, vote: Settled, now: float) -> list[Frame]:
-        """Asks for the graph of a vote if the report is to compare it, unless an equal one is there or on its way."""
+        """Asks for a vote's graph if the report is to compare it, unless an equal one is there or on its way."""
         digest = vote.digest
         is_known = digest in self._graphs or digest in self._asked
         is_full = len(self._graphs) + len(self._asked) >= MAX_GRAPHS
@@ -893,7 +900,8 @@ class Reports:
         for rank, of_rank in facts.items():
             ranks_of.setdefault(split.digest_of[rank], []).append(rank)
             for library in VERSIONS if of_rank else ():
-                versions.setdefault(library, {}).setdefault(str(of_rank.get(library) or "none"), []).append(rank)
+                of_version = versions.setdefault(library, {})
+                of_version.setdefault(str(of_rank.get(library) or "none"), []).append(rank)
         variants: list[Variant] = []
         graphs: list[bytes] = []
         for digest, ranks in sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0])):
