@@ -97,6 +97,11 @@ class Node(NamedTuple):
     constant: str | None = None  # of a get_attr, the value of a tensor constant
     mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
 
+    @property
+    def producers(self) -> list[int]:
+        """Positions of the nodes that it reads, one for each time."""
+        return [each.producer for each in self.arguments if each.producer is not None]
+
 
 class Body(NamedTuple):
     """The nodes of a graph or of a body nested in it, in order: inputs, operations, output."""
@@ -594,9 +599,7 @@ class _Comparer:
                 sides = [_describe_mutation(each) for each in (x, y)]
                 self._add(Difference("inputs", comparison.path, i, node, "change in place", sides))
                 comparison.changed.add(i)
-            inputs, other_inputs = (
-                [each.producer for each in node.arguments if each.producer is not None] for node in (x, y)
-            )
+            inputs, other_inputs = x.producers, y.producers
             is_same = a_keys.strict[i] == b_keys.strict[j] and [to_other.get(p) for p in inputs] == other_inputs
             if is_same and x.op != "get_attr" and x.group is None:
                 continue
@@ -606,11 +609,10 @@ class _Comparer:
             # What a collective reads, and the size of that, is what its place in the order makes of it.
             follows = follows or (is_order_told and x.collective)
             root: Difference | None = None
-            form_differs = False
             consequences = 0
-            for difference in self._fields(comparison, i, x, y):
+            found = [*self._fields(comparison, i, x, y)]
+            for difference in found:
                 is_form = difference.kind in _FORM
-                form_differs = form_differs or is_form
                 is_wiring = difference.kind == "outputs" or difference.sides[0].startswith("reads `")
                 if is_wiring and order is not None:
                     order.follows += 1
@@ -631,7 +633,7 @@ class _Comparer:
             cause = root or cause
             if consequences and cause is not None:
                 cause.follows += 1
-            if form_differs:
+            if any(difference.kind in _FORM for difference in found):
                 tainted[i] = cause
             if x.shape is not None and y.shape is not None and len(x.shape) == len(y.shape):
                 sizes.update(pair for pair in zip(x.shape, y.shape, strict=True) if pair[0] != pair[1])
@@ -644,7 +646,7 @@ class _Comparer:
             found = self._attributes(comparison, i, x, y)
         elif x.op == "output":
             found = _outputs(x, y, comparison)
-            returned = next((each.producer for each in x.arguments if each.producer is not None), i)
+            returned = next(iter(x.producers), i)
             node = x._replace(user_source=comparison.reference.nodes[returned].user_source)
         for kind, what, sides in found:
             yield Difference(kind, comparison.path, i, node, what, sides)
@@ -708,10 +710,8 @@ _DIGEST = re.compile(r"\bblake2b:[0-9a-f]+ ")
 def _outputs(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]:
     to_other, to_reference = comparison.to_other, comparison.to_reference
     lefts, rights = ([(each.path, each.producer, each.text) for each in node.arguments] for node in (x, y))
-    if any(p is not None and p not in to_other for _, p, _ in lefts):
+    if not (to_other.keys() >= {*x.producers} and to_reference.keys() >= {*y.producers}):
         return  # the missing or added node that is returned is reported itself
-    if any(q is not None and q not in to_reference for _, q, _ in rights):
-        return
     mapped = [(path, None if q is None else to_reference[q], text) for path, q, text in rights]
     returned, other_returned = ({p for _, p, _ in each} for each in (lefts, mapped))
     sides = []
@@ -779,9 +779,9 @@ def _first_uses(body: Body) -> dict[int, Source]:
     """The source line of the first node that reads a node, by the position of that."""
     uses: dict[int, Source] = {}
     for node in body.nodes:
-        for argument in node.arguments:
-            if argument.producer is not None and node.user_source is not None:
-                uses.setdefault(argument.producer, node.user_source)
+        if node.user_source is not None:
+            for producer in node.producers:
+                uses.setdefault(producer, node.user_source)
     return uses
 
 
@@ -790,8 +790,8 @@ def _connected(body: Body, positions: list[int]) -> list[list[int]]:
     set_of: dict[int, list[int]] = {}
     for position in positions:
         set_of[position] = [position]
-        for near in (position - 1, *(argument.producer for argument in body.nodes[position].arguments)):
-            if near is not None and near in set_of and set_of[near] is not set_of[position]:
+        for near in (position - 1, *body.nodes[position].producers):
+            if near in set_of and set_of[near] is not set_of[position]:
                 small, large = sorted((set_of[near], set_of[position]), key=len)
                 large += small
                 set_of.update((each, large) for each in small)

@@ -634,7 +634,7 @@ def _make_report(source: BinaryIO, stem: str) -> str:
     try:
         report = explain(map(_with_graph, variants, payloads), context)
         text, as_page = report.text(), page([report])
-    except Exception as error:  # who reads it wants to know which ranks, even if a graph is too strange to compare
+    except Exception as error:  # who reads it wants to know which ranks, even if a graph is too strange
         note = f"the graphs could not be compared: {type(error).__name__}: {error}"
         report = explain(variants, context._replace(notes=[*context.notes, note]))
         text, as_page = report.text(), page([report])
@@ -774,7 +774,7 @@ class Reports:
         self._splits: list[_Split] = []
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._asked: dict[bytes, tuple[int, int, float]] = {}  # by digest: rank, number, until when
-        self._explained: set[bytes] = set()
+        self._explained: set[bytes] = set()  # what is compared in a report, hashed: there may be thousands of each
         # Comparisons to be made: the path of the files, the ranks of the split, and what `main` reads.
         self._jobs: deque[tuple[str, list[int], list[bytes]]] = deque()
         self._running: _Running | None = None
@@ -868,26 +868,24 @@ class Reports:
 
     def _ask(self, split: _Split, vote: Settled, now: float) -> list[Frame]:
         """Asks for a vote's graph if the report is to compare it, unless an equal one is there or on its way."""
-        digest = vote.digest
-        is_known = digest in self._graphs or digest in self._asked
-        is_full = len(self._graphs) + len(self._asked) >= MAX_GRAPHS
+        digest, kept = vote.digest, self._graphs
         if digest not in split.compared and len(split.compared) >= MAX_VARIANTS:
             split.left_out[digest] = f"left out: a report compares at most {MAX_VARIANTS} graphs"
-        elif not is_known and (is_full or sum(map(len, self._graphs.values())) >= MAX_GRAPHS_BYTES):
+        elif digest in kept or digest in self._asked:
+            split.compared.add(digest)
+        elif len(kept) + len(self._asked) >= MAX_GRAPHS or sum(map(len, kept.values())) >= MAX_GRAPHS_BYTES:
             bounds = f"{MAX_GRAPHS:,} graphs of a job are kept, and {MAX_GRAPHS_BYTES >> 20} MiB"
             split.left_out[digest] = f"left out: at most {bounds}"
         else:
             split.compared.add(digest)
-            if not is_known:
-                self._asked[digest] = (vote.rank, vote.number, now + GRAPH_WITHIN_S)
-                return [(vote.rank, vote.number, ASK, b"")]
+            self._asked[digest] = (vote.rank, vote.number, now + GRAPH_WITHIN_S)
+            return [(vote.rank, vote.number, ASK, b"")]
         return []
 
     def _explain(self, split: _Split) -> list[Frame]:
         """Has the split explained, unless one of the same fingerprints was, with the same graphs."""
         split.report_due = None
         known = split.compared & self._graphs.keys()
-        # A hash: there may be thousands of each.
         key = hashlib.sha256(b"".join([*sorted({*split.digest_of.values()}), b"graphs", *sorted(known)])).digest()
         if key in self._explained or len(self._explained) >= MAX_REPORTS:
             return []
