@@ -56,6 +56,7 @@ _T = TypeVar("_T")
 
 # --- Node records -----------------------------------------------------------------------------------------------------
 
+
 class Source(NamedTuple):
     """The source line that a node comes from."""
 
@@ -199,6 +200,7 @@ def _read_node(fields: Any, position: int) -> Node:
 
 # --- What a comparison gives ------------------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Difference:
     """One place in which at least one variant is not as the reference.
@@ -253,6 +255,7 @@ class Comparison(NamedTuple):
 
 
 # --- Aligning two bodies ----------------------------------------------------------------------------------------------
+
 
 class Keys(NamedTuple):
     """What a body's nodes are compared by."""
@@ -398,6 +401,7 @@ def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
 
 
 # --- Comparing two graphs ---------------------------------------------------------------------------------------------
+
 
 def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Comparison:
     """What differs in `other`.
@@ -809,6 +813,7 @@ def _places(pairs: Iterable[tuple[int, int]], length: int, other_length: int) ->
 
 # --- How things are called --------------------------------------------------------------------------------------------
 
+
 def number_of(count: int, noun: str) -> str:
     """Such as `1 node`, `1,200 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -867,6 +872,7 @@ def _short_place(node: Node) -> str:
 
 
 # --- Merging the variants ---------------------------------------------------------------------------------------------
+
 
 def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
     """One difference for each place in the reference, in its order, with the values of all variants that differ there.

@@ -207,6 +207,7 @@ def _topics(difference: Difference) -> Iterator[str]:
 
 # --- The report -------------------------------------------------------------------------------------------------------
 
+
 def explain(variants: Iterable[Variant], context: Context | None = None) -> "Report":
     """Compares the variants of a graph.
 
@@ -247,11 +248,12 @@ class Report:
                 self.reference, self._graph = number, graph
                 continue
             comparison = _graph_diff.compare(self._graph, graph, cache)
-            differences = comparison.differences
+            # Graphs that have nothing in common can't be laid side by side.
+            differences = [each for each in comparison.differences if each.kind != "graph"]
             pattern = tuple((each.body, each.position, each.kind, each.what) for each in differences)
-            numbers = self.alike.setdefault(pattern, [])
-            numbers.append(number)
-            is_shown = len(numbers) == 1 and len(self.alike) <= MAX_COMPARISONS
+            if pattern:
+                self.alike.setdefault(pattern, []).append(number)
+            is_shown = self.alike.get(pattern) == [number] and len(self.alike) <= MAX_COMPARISONS
             self.comparisons[number] = comparison if is_shown else comparison._replace(bodies=[])
         self.differences = _graph_diff.merge(self.comparisons)  # in the order of the reference
         for difference in self.differences:
@@ -512,19 +514,13 @@ def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()
 
 
 def _comparisons(report: Report) -> Iterator[str]:
-    # Of graphs that have nothing in common there is nothing to lay side by side.
-    alike = [
-        numbers for numbers in report.alike.values()
-        if any(difference.kind != "graph" for difference in report.comparisons[numbers[0]].differences)
-    ]  # fmt: skip
-    for first, *others in alike[:MAX_COMPARISONS]:
+    for first, *others in itertools.islice(report.alike.values(), MAX_COMPARISONS):
         names = [f"{_letters(number)} ({report.ranks([number])})" for number in (report.reference, first)]
         also = f"; the same places differ on {report.ranks(others)}" if others else ""
         yield f"<h2>Side by side: {' and '.join(names)}{also}</h2>"
         for body in report.comparisons[first].bodies:
             yield from _side_by_side(body, names)
-    if len(alike) > MAX_COMPARISONS:
-        left = len(alike) - MAX_COMPARISONS
+    if (left := len(report.alike) - MAX_COMPARISONS) > 0:
         yield f"<p>{left} more comparisons are left out (MAX_COMPARISONS={MAX_COMPARISONS}).</p>"
 
 
@@ -601,6 +597,7 @@ def write_file(path: str, content: str) -> None:
 
 
 # --- The process that makes a report ----------------------------------------------------------------------------------
+
 
 def main(arguments: Sequence[str]) -> int:
     """Makes one report: the job is on the standard input, what is to be logged goes to the standard output.
@@ -686,6 +683,7 @@ def _read_graphs(payload: bytes) -> list[Graph]:
 
 
 # --- During a job -----------------------------------------------------------------------------------------------------
+
 
 class Channel(Protocol):
     """What a rank sends to the coordinator by."""
