@@ -29,8 +29,13 @@ spans of the two votes differ.) The peer of a point-to-point op is named by its 
 
 Records. Reports on a split compare graphs node by node. `graph_record` writes the nodes as JSON; `graph_text` is what
 torch prints, with what that leaves out taken from the record.
+
+Everywhere `graph_module` is an FX graph module, AOTAutograd's or Dynamo's; `groups` is "exact" or "role", as above, or
+None: as the handshake is set, "role" by default.
 """
 
+import ctypes
+import dataclasses
 import enum
 import functools
 import hashlib
@@ -55,8 +60,18 @@ else:
 
 _logger = logging.getLogger("torch_tpu.handshake")
 
-# What `groups=` can be; None stands for what the handshake is set to.
-GROUP_NAMINGS = ("exact", "role")
+
+class _LazyTorch:
+    """The torch package, imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        self.__dict__[name] = getattr(torch, name)
+        return self.__dict__[name]
+
+
+torch: Any = _LazyTorch()
 
 # Namespaces of torch.ops in which an op with an argument of one of the names below is a collective. An op that waits
 # for one, or wraps its result, takes no group and is not counted.
@@ -134,19 +149,13 @@ class CanonicalNode(NamedTuple):
 
 
 def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
-    """How many collectives one run of the graph issues on each process group.
+    """How many collectives one run of the graph issues on each process group, in order of first use; none with 0.
 
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one iteration
     (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
     that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own.
-
-    Args:
-        graph_module: an FX graph module, AOTAutograd's or Dynamo's.
-
-    Returns:
-        Group to number, groups in order of first use, none with 0.
 
     Raises:
         HandshakeConfigError: a collective's group can't be resolved; the message names the node and its source line.
@@ -170,17 +179,8 @@ def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
 def graph_fingerprint(graph_module: Any, groups: str | None = None) -> str:
     """A digest of the program: equal on two ranks exactly when their programs are. See the module's theory.
 
-    Args:
-        graph_module: an FX graph module, AOTAutograd's or Dynamo's.
-        groups: "exact" names a process group by its ranks, "role" by what it is to its members, so that the rows of a
-            mesh can share one fingerprint. None: as the handshake is set, "role" by default.
-
-    Returns:
-        32 lowercase hex digits; or, for a graph that can't be hashed, ``unhashable-`` and 32 random ones, which equal
-        no other rank's; the reason is logged as a warning.
-
-    Raises:
-        HandshakeConfigError: `groups` is neither.
+    32 lowercase hex digits; or, for a graph that can't be hashed, ``unhashable-`` and 32 random ones, which equal no
+    other rank's; the reason is logged as a warning. Raises HandshakeConfigError if `groups` is neither.
     """
     shared = _Shared(group_naming(groups))
     try:
@@ -210,14 +210,10 @@ def canonical_nodes(graph_module: Any, groups: str | None = None) -> list[Canoni
 
 
 def register_collective(qualified_op_name: str, group_argument: str = "group_name") -> None:
-    """Makes an op count as a collective, such as ``register_collective("mylib::ring_reduce", "group")``.
+    """Makes an op, named without an overload, count as a collective: ``register_collective("mylib::reduce", "group")``.
 
-    Args:
-        qualified_op_name: namespace and name, without an overload.
-        group_argument: the argument of its schema that holds the group: a name, or a process group.
-
-    Raises:
-        HandshakeConfigError: the name is not of the form ``namespace::name``.
+    The argument of its schema with the name `group_argument` holds the group: a name, or a process group. Raises
+    HandshakeConfigError if the op's name is not of the form ``namespace::name``.
     """
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
         raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
@@ -239,11 +235,8 @@ def is_collective_name(qualified_op_name: str) -> bool:
 
 
 def collective_group(node: Any) -> ProcessGroupId:
-    """The process group of a collective; of a point-to-point op this rank and its peers.
-
-    Raises:
-        HandshakeConfigError: the node is not a collective, or its group can't be resolved.
-    """
+    """The process group of a collective; of a point-to-point op this rank and its peers. Raises HandshakeConfigError
+    if the node is not a collective, or its group can't be resolved."""
     call = _collective_call(node)
     if call is None:
         raise HandshakeConfigError(f"node {node.name} is not a collective{_where(node)}")
@@ -268,13 +261,13 @@ def graph_text(graph_module: Any) -> str:
       innermost, which `print_readable` shows.
     """
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
-    groups: dict[str, _Group] = {}
-    facts = [*_fact_lines(_body_record(graph_module, "", groups))]
-    for name, group in groups.items():
-        size, description = len(group.ranks), _description(group.process_group)
-        facts.append(f"group {name} = {format_ranks(group.ranks, size)}; size {size}; description {description}")
-    if (rank := _rank_if_known()) is not None:
-        facts.append(f"rank = {rank}")
+    record = _record(graph_module)
+    facts = [] if record["rank"] is None else [f"rank = {record['rank']}"]
+    for name, group in record["groups"].items():
+        ranks = [first + step * k for first, count, step in group["ranks"] for k in range(count)]
+        members = f"{format_ranks(ranks, len(ranks))}; size {len(ranks)}"
+        facts.append(f"group {name} = {members}; description {group['description']}")
+    facts += _fact_lines(record["body"])
     return "\n".join([text.rstrip("\n"), *[f"# handshake: {fact}" for fact in facts]]) + "\n"
 
 
@@ -283,23 +276,9 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
 
     It says of each node what it calls, its arguments leaf by leaf, the form of its result, its source lines, and
     what `graph_text` adds as facts. What can't be had is left out; nothing that is strange about a graph is an error.
-
-    Args:
-        graph_module: an FX graph module, AOTAutograd's or Dynamo's.
-        fingerprint: the graph's, if the caller has it. (An unhashable graph gets another one each time.)
+    The fingerprint is in it if the caller has it. (An unhashable graph gets another one each time.)
     """
-    groups: dict[str, _Group] = {}
-    record = {
-        "handshake_graph": RECORD_VERSION,
-        "fingerprint": fingerprint,
-        "rank": _rank_if_known(),
-        "body": _body_record(graph_module, graph_module._get_name(), groups),
-    }
-    record["groups"] = {
-        name: {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
-        for name, group in groups.items()
-    }
-    return json.dumps(record, separators=(",", ":"))
+    return json.dumps(_record(graph_module, fingerprint), separators=(",", ":"))
 
 
 # --- Collectives and their groups ---
@@ -341,17 +320,10 @@ _registered_collectives: dict[str, str] = {}
 _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
 
-def _torch() -> Any:
-    """The torch package, for all that its stubs don't say."""
-    import torch
-
-    return torch
-
-
 def _collective_call(node: Any) -> _CollectiveCall | None:
     if node.op != "call_function":
         return None
-    ops = _torch()._ops
+    ops = torch._ops
     target, args, offset = node.target, node.args, 0
     if isinstance(target, ops.HigherOrderOperator):
         # with_effects(token, op, …), auto_functionalized(op, …) and their like.
@@ -399,7 +371,7 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
         HandshakeConfigError: it, or a peer in it, can't be resolved; the message names the node and its source line.
     """
     try:
-        dist = _torch().distributed
+        dist = torch.distributed
         name = call.group_argument
         value = _object(call.arguments.get(name))
         if name == "ranks" and isinstance(value, (list, tuple)):
@@ -426,7 +398,7 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
 def _group_of_object(process_group: Any) -> _Group:
     known = _known_ranks.get(process_group)
     if known is None:
-        ranks = tuple(_torch().distributed.get_process_group_ranks(process_group))
+        ranks = tuple(torch.distributed.get_process_group_ranks(process_group))
         known = _known_ranks[process_group] = ranks, ProcessGroupId(sorted(ranks))
     return _Group(known[0], process_group, (known[1],))
 
@@ -437,7 +409,7 @@ def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
     The op takes a rank within the group, but Dynamo gives it a global one (torch 2.13). So a number is read as what
     runs, a rank within the group; where that names no other member, as the global rank that was meant.
     """
-    own, ranks = _torch().distributed.get_rank(), group.ranks
+    own, ranks = torch.distributed.get_rank(), group.ranks
     numbers = call.arguments.get(call.peer_argument or "")
     peers = []
     for number in numbers if isinstance(numbers, (list, tuple)) else [numbers]:
@@ -454,10 +426,6 @@ def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
 
 def _object(value: Any) -> Any:
     """The object that an argument stands for, where it is one that a graph passes around: a group, a mesh, a name."""
-    from torch._library.fake_class_registry import maybe_unwrap_fake_script_object
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    torch = _torch()
     dist = torch.distributed
     if not isinstance(value, torch.fx.Node):
         pass
@@ -469,12 +437,10 @@ def _object(value: Any) -> Any:
         # A group out of a mesh, or a mesh out of a larger one. Nothing is communicated.
         args = [_object(argument) for argument in value.args]
         if args and isinstance(args[0], dist.device_mesh.DeviceMesh):
-            with unset_fake_temporarily():
-                if value.op == "call_method":
-                    value = getattr(args[0], value.target)(*args[1:])
-                else:
-                    value = value.target(*args)
-    value = maybe_unwrap_fake_script_object(value)
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                function = value.target if value.op == "call_function" else getattr(type(args[0]), value.target)
+                value = function(*args)
+    value = torch._library.fake_class_registry.maybe_unwrap_fake_script_object(value)
     kind = value._type().qualified_name() if isinstance(value, torch.ScriptObject) else ""
     if kind.endswith(".c10d.ProcessGroup"):
         return dist.ProcessGroup.unbox(value)
@@ -496,20 +462,15 @@ def _result(node: Any) -> Any:
     return node.meta.get("example_value") if value is None else value
 
 
-def _rank_if_known() -> int | None:
-    dist = _torch().distributed
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-
-
 def _bodies(node: Any) -> list[Any]:
     """The nested graphs that a run of the node runs, in the order of its arguments."""
-    graph_class = _torch().fx.GraphModule
+    graph_class = torch.fx.GraphModule
     if node.op == "call_module":
         called = _attribute(node)
         if isinstance(called, graph_class):
             return [called]
         kinds = {type(part) for part in called.modules()}
-        sync = _torch().nn.SyncBatchNorm  # the one of torch's own that issues collectives
+        sync = torch.nn.SyncBatchNorm  # the one of torch's own that issues collectives
         unseen = {_class_name(k) for k in kinds if k is sync or not k.__module__.startswith("torch.nn.modules.")}
         if unseen - _warned_of:
             _logger.warning(
@@ -535,7 +496,7 @@ _warned_of: set[str] = set()
 def _frames(stack_trace: str) -> tuple[SourceLine | None, SourceLine | None]:
     """The innermost frame of a stack trace, and the innermost outside torch and torch_tpu, of this installation or of
     the one that recorded the trace."""
-    here = os.path.dirname(_torch().__file__) + os.sep
+    here = os.path.dirname(torch.__file__) + os.sep
     innermost = None
     for frame in reversed(list(_STACK_FRAME.finditer(stack_trace))):
         function, code = (frame["function"] or "").strip(), (frame["code"] or "").strip()
@@ -554,10 +515,6 @@ def _where(node: Any) -> str:
 # --- Canonical text ---
 
 
-class _UnhashableError(HandshakeError):
-    """Something in a graph has no canonical text."""
-
-
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -565,10 +522,10 @@ def _class_name(kind: type) -> str:
 def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, Any]]:
     """The leaves of an argument with their paths: ``[0]`` in a list, ``(0)`` in a tuple, ``{'key'}`` in a dictionary,
     keys sorted, ``.start`` in a slice. For an empty container None, at ``[]``, ``()`` or ``{}``."""
-    kind, fx = type(value), _torch().fx.immutable_collections
+    kind, fx = type(value), torch.fx.immutable_collections
     if kind in (list, fx.immutable_list):
         empty, parts = "[]", [(f"[{index}]", part) for index, part in enumerate(value)]
-    elif kind in (tuple, _torch().Size):
+    elif kind in (tuple, torch.Size):
         empty, parts = "()", [(f"({index})", part) for index, part in enumerate(value)]
     elif kind in (dict, fx.immutable_dict):
         pairs = [(f"{{{key_text(key)}}}", part) for key, part in value.items()]
@@ -587,37 +544,25 @@ def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Ite
 def _device_type(text: str) -> str | None:
     """The type of the device that a text such as "cuda:0" names; None if it names none, or has no index."""
     try:
-        return str(_torch().device(text).type) if _DEVICE_TEXT.fullmatch(text) else None
+        return str(torch.device(text).type) if _DEVICE_TEXT.fullmatch(text) else None
     except RuntimeError:  # some other text of that form
         return None
 
 
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return f"ranks {executable_fingerprint(repr(ranks))}"
-
-
-def _layout(ranks: tuple[int, ...]) -> str:
-    """Size, stride and phase in each dimension of a regular group; the ranks of any other.
+def _layout(ranks: tuple[int, ...]) -> str | None:
+    """Size, stride and phase in each dimension of a regular group; None for any other.
 
     Where every stride is a multiple of the extent of the dimensions inside it, groups of one layout are disjoint:
     of a rank and the phases, the coordinates within the group follow, innermost first, and so its first rank.
     """
     dimensions = []
-    first, starts, extent = ranks[0], ranks, 1
+    starts, extent = list(ranks), 1
     while len(starts) > 1:
         stride = starts[1] - starts[0]
-        size = 2
-        while size < len(starts) and starts[size] == starts[0] + size * stride:
-            size += 1
-        is_regular = (
-            stride > 0
-            and stride % extent == 0
-            and len(starts) % size == 0
-            and all(starts[i] == starts[i - i % size] + i % size * stride for i in range(len(starts)))
-        )
-        if not is_regular:
-            return _ranks_text(ranks)
-        dimensions.append(f"{size} by {stride} from {first // stride % size}")
+        size = next((n for n, start in enumerate(starts) if start != starts[0] + n * stride), len(starts))
+        if stride <= 0 or stride % extent or starts != [i + n * stride for i in starts[::size] for n in range(size)]:
+            return None
+        dimensions.append(f"{size} by {stride} from {ranks[0] // stride % size}")
         starts, extent = starts[::size], stride * size
     return ", ".join(dimensions)
 
@@ -654,9 +599,10 @@ class _Shared:
         key = (ranks, id(process_group))
         if key in self.groups:
             return self.groups[key]
-        text = _ranks_text(ranks) if self.naming == "exact" else _layout(ranks)
+        layout = _layout(ranks) if self.naming == "role" else None
+        text = f"ranks {executable_fingerprint(repr(ranks))}" if layout is None else layout
         if process_group is not None:
-            world = _torch().distributed.distributed_c10d._world
+            world = torch.distributed.distributed_c10d._world
             # This rank's groups of that size, in order of creation.
             alike = [known for known in world.pg_names if len(world.pg_group_ranks.get(known, ())) == len(ranks)]
             if self.naming == "role":
@@ -701,13 +647,11 @@ class _GraphWalk:
     def __init__(self, shared: _Shared, graph_module: Any) -> None:
         self._shared = shared
         self._graph_module = graph_module
-        self._torch = _torch()
         self._nodes: list[CanonicalNode] = []
         self._positions: dict[Any, int] = {}
         self._inputs: list[int] = []
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
-        self._effectful_bodies: set[int] = set()
 
     def nodes(self) -> list[CanonicalNode]:
         for position, node in enumerate(self._graph_module.graph.nodes):
@@ -718,7 +662,7 @@ class _GraphWalk:
             except Exception as error:
                 reason = f"{error}" or type(error).__name__
                 message = f"node {node.name} ({node.target}) can't be hashed{_where(node)}: {reason}"
-                raise _UnhashableError(message) from error
+                raise HandshakeError(message) from error
             self._positions[node] = position
         return self._nodes
 
@@ -726,22 +670,22 @@ class _GraphWalk:
         op, target, same = node.op, "", ""
         self._inputs = []
         group = call = None
+        has_effect = _has_effect(node)
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
             attribute = _attribute(node, self._graph_module)
             target, same = self._attribute_text(attribute)
-            if isinstance(attribute, self._torch.fx.GraphModule) and self._shared.body(attribute)[1]:
-                self._effectful_bodies.add(position)
+            has_effect = isinstance(attribute, torch.fx.GraphModule) and self._shared.body(attribute)[1]
         elif op == "call_function":
             target = self._callable(node.target)
             call = _collective_call(node)
             if call is not None:
-                group = _resolve(node, call)
+                group, has_effect = _resolve(node, call), True
                 replaced = self._group_arguments(call, group)
             elif target == "higher_order.invoke_subgraph":
                 replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
             elif target.startswith("higher_order.triton_kernel"):
-                raise _UnhashableError("a Triton kernel is named by its number in this process")
+                raise HandshakeError("a Triton kernel is named by its number in this process")
         elif op != "placeholder":
             target = str(node.target)
         arguments = []
@@ -755,11 +699,12 @@ class _GraphWalk:
             metadata = self._written_back(node.meta.get("desc"))
         encoded = f"{op} {target}({','.join(arguments)}){metadata}".encode("utf-8", "surrogatepass")
         inputs = tuple(self._inputs)
+        reads = [self._nodes[i] for i in inputs]
         equality = hashlib.blake2b(encoded, digest_size=16)
         equality.update(f"{inputs}{same}".encode())
         alignment = hashlib.blake2b(encoded, digest_size=8)
-        alignment.update("\0".join([self._nodes[i].target for i in inputs]).encode("utf-8", "surrogatepass"))
-        has_effect = call is not None or not self._effectful_bodies.isdisjoint((position, *inputs)) or _has_effect(node)
+        alignment.update("\0".join([read.target for read in reads]).encode("utf-8", "surrogatepass"))
+        has_effect = has_effect or any(read.op == "get_attr" and read.has_effect for read in reads)
         members = None if group is None else group.members
         digests = equality.digest(), alignment.digest()
         return CanonicalNode(node.name, op, target or op, *digests, inputs, members, has_effect)
@@ -776,7 +721,7 @@ class _GraphWalk:
         return ",".join([f"{path}:{self._leaf(leaf)}" for path, leaf in _leaves(value, "", self.value)])
 
     def _leaf(self, value: Any) -> str:
-        torch, kind = self._torch, type(value)
+        kind = type(value)
         if kind is torch.fx.Node:
             position = self._positions[value]
             self._inputs.append(position)
@@ -811,9 +756,6 @@ class _GraphWalk:
 
     def _content(self, value: Any) -> str:
         """What is in an object of a known class."""
-        import dataclasses
-
-        torch = self._torch
         distributed = torch.distributed
         if isinstance(value, torch.Tensor):
             return self._tensor_value(value)
@@ -835,23 +777,21 @@ class _GraphWalk:
             return self.value({name: getattr(value, name) for name in names})
         if callable(value):
             return self._callable(value)
-        raise _UnhashableError(
+        raise HandshakeError(
             f"it holds an object of class {_class_name(type(value))}, which has no text that is the same on every rank"
         )
 
     def _mesh(self, mesh: Any) -> str:
         """A device mesh: in roles, by its dimensions' names, sizes and groups; else by its ranks."""
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
         if self._shared.naming == "role" and mesh.get_coordinate() is not None:
             content = ",".join(self._shared.group(_group_of_object(mesh.get_group(dim))) for dim in range(mesh.ndim))
         else:
-            with unset_fake_temporarily():
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
                 content = executable_fingerprint(repr(mesh.mesh.tolist()))
         return f"{mesh.device_type} {mesh.mesh_dim_names!r} {content}"
 
     def _callable(self, target: Any) -> str:
-        ops = self._torch._ops
+        ops = torch._ops
         if isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
             return str(target)  # aten.add.Tensor, aten.add
         if isinstance(target, ops.HigherOrderOperator):
@@ -873,28 +813,27 @@ class _GraphWalk:
             return f"method({name} of {self.value(owner)})"
         if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)):
             return f"{_class_name(target.__objclass__)}.{target.__name__}"
-        raise _UnhashableError(f"{_class_name(type(target))} has no name that is the same on every rank")
+        raise HandshakeError(f"{_class_name(type(target))} has no name that is the same on every rank")
 
     def _attribute_text(self, value: Any) -> tuple[str, str]:
         """The text of an attribute, and of a tensor the number of the first attribute that is the same object."""
         same = ""
-        if isinstance(value, self._torch.Tensor):
+        if isinstance(value, torch.Tensor):
             same = f" tensor {self._shared.attributes.setdefault(id(value), len(self._shared.attributes))}"
-        if isinstance(value, self._torch.nn.Parameter):
+        if isinstance(value, torch.nn.Parameter):
             return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}", same
         return self.value(value), same
 
     def _tensor_value(self, tensor: Any) -> str:
         """A tensor constant: its metadata and the digest of its elements."""
         text = f"{self._metadata(tensor, None)} requires_grad={tensor.requires_grad}"
-        if self._torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             return f"{text} {self.value(context)} {self.value({name: getattr(tensor, name) for name in names})}"
         return f"{text} {_elements(tensor)[1]}"
 
     def _metadata(self, value: Any, source: int | None) -> str:
         """What is known of a node's result. `source` is the position of a placeholder or get_attr, else None."""
-        torch = self._torch
         if value is None:
             return ""
         if isinstance(value, torch.Tensor):
@@ -911,12 +850,12 @@ class _GraphWalk:
 
     def _tensor_metadata(self, tensor: Any, source: int | None) -> str:
         layout = tensor.layout
-        is_strided = layout is self._torch.strided
+        is_strided = layout is torch.strided
         strides = self._sizes(tensor.stride()) if is_strided else layout
         text = f"{tensor.dtype}{self._sizes(tensor.shape)}{strides}{tensor.device.type}"
         if tensor.dtype.is_complex and tensor.is_conj():
             text += " conj"
-        if self._torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = ",".join([self._metadata(getattr(tensor, name), source) for name in names])
             text += f" {_class_name(type(tensor))} {self.value(context)} {inner}"
@@ -954,30 +893,25 @@ def _elements(tensor: Any) -> tuple[Any, str]:
     """A tensor's elements in row-major order, whatever its strides, as a tensor on the CPU; and their digest.
 
     Raises:
-        _UnhashableError: they can't be read, or don't say all (those of a quantised tensor have a scale beside them).
+        HandshakeError: they can't be read, or don't say all (those of a quantised tensor have a scale beside them).
     """
-    import ctypes
-
-    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        if isinstance(tensor, FakeTensor):
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        if isinstance(tensor, torch._subclasses.FakeTensor):
             tensor = tensor.constant
         if tensor is None or tensor.device.type == "meta":
-            raise _UnhashableError("the value of a tensor constant can't be read: it is a fake tensor, or on meta")
-        if tensor.layout is not _torch().strided or tensor.is_quantized:
-            raise _UnhashableError(f"a tensor constant of layout {tensor.layout}, dtype {tensor.dtype} can't be read")
+            raise HandshakeError("the value of a tensor constant can't be read: it is a fake tensor, or on meta")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise HandshakeError(f"a tensor constant of layout {tensor.layout}, dtype {tensor.dtype} can't be read")
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         size = plain.numel() * plain.element_size()
         if size and not plain.data_ptr():
-            raise _UnhashableError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
+            raise HandshakeError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
         elements = (ctypes.c_char * size).from_address(plain.data_ptr()) if size else b""
         return plain, hashlib.blake2b(elements, digest_size=16).hexdigest()
 
 
 def _has_effect(node: Any) -> bool:
     """Whether a node that is not a collective, and calls no body with an effect, has one."""
-    torch = _torch()
     target = node.target
     if node.op == "call_method":
         return _is_in_place(target) or _is_random(target)
@@ -1005,7 +939,6 @@ def _is_in_place(name: str) -> bool:
 
 def _is_random(name: str) -> bool:
     """Whether the aten op of that name draws random numbers."""
-    torch = _torch()
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     return packet is not None and torch.Tag.nondeterministic_seeded in _any_overload(packet).tags
 
@@ -1013,9 +946,19 @@ def _is_random(name: str) -> bool:
 # --- What people and reports want to know of a graph ---
 
 
-def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dict[str, Any]:
+def _record(graph_module: Any, fingerprint: str = "") -> dict[str, Any]:
+    dist, groups = torch.distributed, dict[str, Any]()
+    return {
+        "handshake_graph": RECORD_VERSION,
+        "fingerprint": fingerprint,
+        "rank": dist.get_rank() if dist.is_available() and dist.is_initialized() else None,
+        "body": _body_record(graph_module, graph_module._get_name(), groups),
+        "groups": groups,
+    }
+
+
+def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[str, Any]:
     """The record of a graph and of those nested in it; adds the groups of their collectives to `groups`, by name."""
-    graph_class = _torch().fx.GraphModule
     mutations = _mutations(graph_module)
     positions: dict[Any, int] = {}
     nodes: list[dict[str, Any]] = []
@@ -1032,8 +975,11 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, _Group]) -> dic
             record["constant"] = _constant_text(_attribute(node, graph_module))
         positions[node] = len(nodes)
         nodes.append({key: value for key, value in record.items() if value})
-    children = [(name, child) for name, child in graph_module.named_children() if isinstance(child, graph_class)]
-    bodies = {name: _body_record(child, name, groups) for name, child in children}
+    bodies = {
+        child_name: _body_record(child, child_name, groups)
+        for child_name, child in graph_module.named_children()
+        if isinstance(child, torch.fx.GraphModule)
+    }
     return {"name": name, "nodes": nodes, "bodies": bodies}
 
 
@@ -1066,7 +1012,6 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     """An argument or what is called as people read it, without what differs in each process."""
-    torch = _torch()
     try:
         if isinstance(value, torch.device):
             return f"device(type={value.type!r})"
@@ -1083,7 +1028,6 @@ def _text(value: Any) -> str:
 
 def _form(value: Any) -> dict[str, Any]:
     """The type, sizes, strides in elements and device of a tensor; the expression of a symbolic number."""
-    torch = _torch()
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return {"dtype": "Sym", "shape": [str(value)]}
     if not isinstance(value, torch.Tensor):
@@ -1099,7 +1043,7 @@ def _form(value: Any) -> dict[str, Any]:
     }
 
 
-def _group_record(node: Any, groups: dict[str, _Group]) -> dict[str, Any]:
+def _group_record(node: Any, groups: dict[str, Any]) -> dict[str, Any]:
     """Whether a node is a collective, and its group's name. A report must not fail where the graph did."""
     call = _collective_call(node)
     if call is None:
@@ -1108,23 +1052,20 @@ def _group_record(node: Any, groups: dict[str, _Group]) -> dict[str, Any]:
     try:
         group = _resolve(node, call)
         name = getattr(group.process_group, "group_name", None)
-        if name is not None:
-            groups[name] = group
+        if name is not None and name not in groups:
+            groups[name] = {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
     except HandshakeConfigError:
         pass
     return {"collective": True, "group": name if isinstance(name, str) else None}
 
 
 def _constant_text(tensor: Any) -> str | None:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    torch = _torch()
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.Parameter):
         return None
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     try:
         elements, digest = _elements(tensor)
-        with unset_fake_temporarily():
+        with torch._subclasses.fake_tensor.unset_fake_temporarily():
             first = elements.flatten()[:MAX_CONSTANT_VALUES_SHOWN].tolist()
         more = ", …" if elements.numel() > len(first) else ""
         return f"{text} blake2b:{digest} [{', '.join(map(repr, first))}{more}]"
