@@ -93,13 +93,11 @@ _PEER_ARGUMENTS = {
 
 # How many elements of a tensor constant texts and records show.
 MAX_CONSTANT_VALUES_SHOWN = 16
-# Version of the JSON that `graph_record` writes.
-RECORD_VERSION = 1
 # Stack traces kept parsed: the nodes of one source line share theirs.
 _MAX_CACHED_TRACES = 4096
 
 # Classes whose `repr` says all, and no two of which have one in common.
-_PLAIN_CLASSES = frozenset({type(None), bool, int, bytes, range, type(...)})
+_PLAIN_CLASSES = frozenset({type(None), bool, int, str, bytes, range, type(...)})
 
 _DEVICE_TEXT = re.compile(r"[a-z]+:\d+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -124,27 +122,17 @@ class SourceLine(NamedTuple):
 
 
 class CanonicalNode(NamedTuple):
-    """A node of a graph as ranks compare it.
+    """A node of a graph as ranks compare it."""
 
-    Attributes:
-        name: the fx node's name, for messages.
-        op: placeholder, get_attr, call_function, call_method, call_module or output.
-        target: canonical text of what is called; for a get_attr, of the value.
-        equality: 16 bytes, a digest of the whole content; other nodes by their positions.
-        alignment: 8 bytes, a digest of the node's own content; other nodes by their targets only.
-        inputs: positions of the nodes that it reads: arguments in order, then keyword arguments by name.
-        group: the group of a collective, else None. For point-to-point ops this rank and its peers.
-        has_effect: it must be neither moved past another such node, nor run twice, nor dropped: a collective, a wait,
-            a mutation, a random op, a switch of global state.
-    """
-
-    name: str
-    op: str
-    target: str
-    equality: bytes
-    alignment: bytes
-    inputs: tuple[int, ...]
-    group: ProcessGroupId | None
+    name: str  # the fx node's, for messages
+    op: str  # placeholder, get_attr, call_function, call_method, call_module or output
+    target: str  # canonical text of what is called; for a get_attr, of the value
+    equality: bytes  # 16, a digest of the whole content; other nodes by their positions
+    alignment: bytes  # 8, a digest of the node's own content; other nodes by their targets only
+    inputs: tuple[int, ...]  # positions of the nodes it reads: arguments in order, then keywords by name
+    group: ProcessGroupId | None  # of a collective; for a point-to-point op this rank and its peers
+    # It must be neither moved past another such node, nor run twice, nor dropped: a collective, a wait, a mutation, a
+    # random op, a switch of global state.
     has_effect: bool
 
 
@@ -155,10 +143,8 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one iteration
     (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
-    that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own.
-
-    Raises:
-        HandshakeConfigError: a collective's group can't be resolved; the message names the node and its source line.
+    that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own. Raises
+    HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved.
     """
     counts: Counter[ProcessGroupId] = Counter()
     for node in graph_module.graph.nodes:
@@ -200,11 +186,8 @@ def canonical_nodes(graph_module: Any, groups: str | None = None) -> list[Canoni
     """The nodes of the top-level graph, in order, as ranks compare them.
 
     Nested bodies and values of tensor constants are in the digests of the get_attr nodes that name them, and of the
-    nodes that read those.
-
-    Raises:
-        HandshakeConfigError: `groups` is neither "exact" nor "role", or a collective's group can't be resolved.
-        HandshakeError: the graph can't be hashed; the message says which node and why.
+    nodes that read those. Raises HandshakeConfigError if `groups` is neither "exact" nor "role", or a collective's
+    group can't be resolved; HandshakeError if the graph can't be hashed, with the node and why.
     """
     return _GraphWalk(_Shared(group_naming(groups)), graph_module).nodes()
 
@@ -228,10 +211,9 @@ def is_collective(node: Any) -> bool:
 
 def is_collective_name(qualified_op_name: str) -> bool:
     """The same by the op's name alone, ``namespace::name`` without an overload: needs no graph and no torch."""
-    if qualified_op_name in _registered_collectives:
-        return True
-    namespace = qualified_op_name.partition("::")[0]
-    return namespace in _COLLECTIVE_NAMESPACES and _COLLECTIVE_NAME.fullmatch(qualified_op_name) is not None
+    is_in_namespace = qualified_op_name.partition("::")[0] in _COLLECTIVE_NAMESPACES
+    is_known = is_in_namespace and _COLLECTIVE_NAME.fullmatch(qualified_op_name) is not None
+    return is_known or qualified_op_name in _registered_collectives
 
 
 def collective_group(node: Any) -> ProcessGroupId:
@@ -285,30 +267,22 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
 
 
 class _CollectiveCall(NamedTuple):
-    """A collective that a node calls, directly or through a higher-order op that takes the op and its arguments.
+    """A collective that a node calls, directly or through a higher-order op that takes the op and its arguments."""
 
-    `arguments` are by name, in the order of the schema, with its defaults; before them stand `offset` others of the
-    node's own. Only point-to-point ops have a `peer_argument`.
-    """
-
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # by name, in the order of the schema, with its defaults
     group_argument: str
-    peer_argument: str | None
-    offset: int = 0
+    peer_argument: str | None  # of a point-to-point op
+    offset: int = 0  # how many arguments of the node's own stand before these
 
 
 class _Group(NamedTuple):
-    """A resolved group, as one call uses it.
+    """A resolved group, as one call uses it."""
 
-    `ranks` are in the group's own order. `lines` are the groups on whose collective lines the call counts: this one; of
-    a point-to-point op the pair of this rank and the peer, for each op of a batch. `steps` say how far ahead of this
-    rank each peer is on the ring of the group.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # in the group's own order
     process_group: Any
+    # On whose collective lines the call counts: this one; of each point-to-point op the pair of this rank and the peer.
     lines: tuple[ProcessGroupId, ...]
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()  # how far ahead of this rank each peer is on the ring of the group
 
     @property
     def members(self) -> ProcessGroupId:
@@ -316,6 +290,7 @@ class _Group(NamedTuple):
 
 
 _registered_collectives: dict[str, str] = {}
+_warned_of: set[str] = set()  # classes of called modules
 # By process group. A graph has hundreds of collectives, and a group thousands of ranks.
 _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
@@ -365,11 +340,7 @@ def _any_overload(target: Any) -> Any:
 
 
 def _resolve(node: Any, call: _CollectiveCall) -> _Group:
-    """The group of a collective.
-
-    Raises:
-        HandshakeConfigError: it, or a peer in it, can't be resolved; the message names the node and its source line.
-    """
+    """The group of a collective. Raises HandshakeConfigError if it, or a peer in it, can't be resolved."""
     try:
         dist = torch.distributed
         name = call.group_argument
@@ -471,14 +442,14 @@ def _bodies(node: Any) -> list[Any]:
             return [called]
         kinds = {type(part) for part in called.modules()}
         sync = torch.nn.SyncBatchNorm  # the one of torch's own that issues collectives
-        unseen = {_class_name(k) for k in kinds if k is sync or not k.__module__.startswith("torch.nn.modules.")}
-        if unseen - _warned_of:
+        names = {_class_name(k) for k in kinds if k is sync or not k.__module__.startswith("torch.nn.modules.")}
+        if unseen := names - _warned_of:
+            _warned_of.update(unseen)
             _logger.warning(
                 "node %s (%s) calls a module of class %s%s: if it issues collectives, they are not counted; trace into "
                 "it, as AOTAutograd does",
-                *(node.name, node.target, ", ".join(sorted(unseen - _warned_of)), _where(node)),
+                *(node.name, node.target, ", ".join(sorted(unseen)), _where(node)),
             )
-            _warned_of.update(unseen)
         return []
     if node.op not in ("call_function", "call_method"):
         return []
@@ -486,10 +457,6 @@ def _bodies(node: Any) -> list[Any]:
     bodies = [value for value in values if isinstance(value, graph_class)]
     # Its second body is the backward, which Dynamo's graph holds but does not run.
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
-
-
-# Classes of modules that a warning was given of.
-_warned_of: set[str] = set()
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_TRACES)
@@ -521,7 +488,7 @@ def _class_name(kind: type) -> str:
 
 def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, Any]]:
     """The leaves of an argument with their paths: ``[0]`` in a list, ``(0)`` in a tuple, ``{'key'}`` in a dictionary,
-    keys sorted, ``.start`` in a slice. For an empty container None, at ``[]``, ``()`` or ``{}``."""
+    keys sorted, ``.start`` in a slice. For an empty container None, with ``[]``, ``()`` or ``{}`` in the path."""
     kind, fx = type(value), torch.fx.immutable_collections
     if kind in (list, fx.immutable_list):
         empty, parts = "[]", [(f"[{index}]", part) for index, part in enumerate(value)]
@@ -608,9 +575,8 @@ class _Shared:
             if self.naming == "role":
                 description = _description(process_group)
                 alike = [known for known in alike if _description(known) == description]
-                text = f"{description!r} of {len(ranks)}, {text}"
-                if description != "undefined" and len(alike) == 1:
-                    text = f"{description!r} of {len(ranks)}, only one"
+                is_only = description != "undefined" and len(alike) == 1
+                text = f"{description!r} of {len(ranks)}, {'only one' if is_only else text}"
             twins = [known for known in alike if _group_of_object(known).ranks == ranks]
             text += f" #{next((i for i, known in enumerate(twins) if known is process_group), 0)}"
         self.groups[key] = f"group({text})"
@@ -674,7 +640,12 @@ class _GraphWalk:
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
             attribute = _attribute(node, self._graph_module)
-            target, same = self._attribute_text(attribute)
+            if isinstance(attribute, torch.Tensor):
+                same = f" tensor {self._shared.attributes.setdefault(id(attribute), len(self._shared.attributes))}"
+            if isinstance(attribute, torch.nn.Parameter):
+                target = f"parameter {self._tensor(attribute, None)} requires_grad={attribute.requires_grad}"
+            else:
+                target = self.value(attribute)
             has_effect = isinstance(attribute, torch.fx.GraphModule) and self._shared.body(attribute)[1]
         elif op == "call_function":
             target = self._callable(node.target)
@@ -726,21 +697,17 @@ class _GraphWalk:
             position = self._positions[value]
             self._inputs.append(position)
             return f"%({self._nodes[position].target})" if value.op == "get_attr" else "%"
-        if kind in _PLAIN_CLASSES or isinstance(
-            value, (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
-        ):
+        if kind is str and (device := _device_type(value)) is not None:
+            return f"device({device})"
+        plain = (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
+        if kind in _PLAIN_CLASSES or isinstance(value, plain):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._shared.symbolic(value)
         if isinstance(value, enum.Enum) or hasattr(kind, "__members__"):  # Python's, or of a C++ extension
             return f"{_class_name(kind)}.{value.name}"
-        if kind is str:
-            device = _device_type(value)
-            return repr(value) if device is None else f"device({device})"
-        if kind is float:
-            return struct.pack(">d", value).hex() + "f"
-        if kind is complex:
-            return struct.pack(">dd", value.real, value.imag).hex() + "c"
+        if kind in (float, complex):
+            return f"{kind.__name__} {struct.pack('>dd', value.real, value.imag).hex()}"
         if isinstance(value, torch.device):
             return f"device({value.type})"
         if kind in (set, frozenset):
@@ -758,7 +725,7 @@ class _GraphWalk:
         """What is in an object of a known class."""
         distributed = torch.distributed
         if isinstance(value, torch.Tensor):
-            return self._tensor_value(value)
+            return self._tensor(value, None, by_value=True)
         if isinstance(value, torch.fx.GraphModule):
             return self._shared.body(value)[0]
         if isinstance(value, types.CodeType):
@@ -775,11 +742,7 @@ class _GraphWalk:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if field.compare]
             return self.value({name: getattr(value, name) for name in names})
-        if callable(value):
-            return self._callable(value)
-        raise HandshakeError(
-            f"it holds an object of class {_class_name(type(value))}, which has no text that is the same on every rank"
-        )
+        return self._callable(value)
 
     def _mesh(self, mesh: Any) -> str:
         """A device mesh: in roles, by its dimensions' names, sizes and groups; else by its ranks."""
@@ -813,31 +776,15 @@ class _GraphWalk:
             return f"method({name} of {self.value(owner)})"
         if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)):
             return f"{_class_name(target.__objclass__)}.{target.__name__}"
-        raise HandshakeError(f"{_class_name(type(target))} has no name that is the same on every rank")
-
-    def _attribute_text(self, value: Any) -> tuple[str, str]:
-        """The text of an attribute, and of a tensor the number of the first attribute that is the same object."""
-        same = ""
-        if isinstance(value, torch.Tensor):
-            same = f" tensor {self._shared.attributes.setdefault(id(value), len(self._shared.attributes))}"
-        if isinstance(value, torch.nn.Parameter):
-            return f"parameter {self._metadata(value, None)} requires_grad={value.requires_grad}", same
-        return self.value(value), same
-
-    def _tensor_value(self, tensor: Any) -> str:
-        """A tensor constant: its metadata and the digest of its elements."""
-        text = f"{self._metadata(tensor, None)} requires_grad={tensor.requires_grad}"
-        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            return f"{text} {self.value(context)} {self.value({name: getattr(tensor, name) for name in names})}"
-        return f"{text} {_elements(tensor)[1]}"
+        kind = _class_name(type(target))
+        raise HandshakeError(f"it holds an object of class {kind}, which has no text that is the same on every rank")
 
     def _metadata(self, value: Any, source: int | None) -> str:
         """What is known of a node's result. `source` is the position of a placeholder or get_attr, else None."""
         if value is None:
             return ""
         if isinstance(value, torch.Tensor):
-            return self._tensor_metadata(value, source)
+            return self._tensor(value, source)
         if isinstance(value, (list, tuple)):
             return f"[{','.join([self._metadata(item, source) for item in value])}]"
         if isinstance(value, (bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -848,23 +795,25 @@ class _GraphWalk:
                 return self.value(meant)
         return _class_name(type(value))  # what it holds follows from op and arguments
 
-    def _tensor_metadata(self, tensor: Any, source: int | None) -> str:
-        layout = tensor.layout
-        is_strided = layout is torch.strided
-        strides = self._sizes(tensor.stride()) if is_strided else layout
+    def _tensor(self, tensor: Any, source: int | None, by_value: bool = False) -> str:
+        """A tensor by its metadata; a constant `by_value` too: by the digest of its elements."""
+        is_strided = tensor.layout is torch.strided
+        strides = self._sizes(tensor.stride()) if is_strided else tensor.layout
         text = f"{tensor.dtype}{self._sizes(tensor.shape)}{strides}{tensor.device.type}"
         if tensor.dtype.is_complex and tensor.is_conj():
             text += " conj"
         if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = ",".join([self._metadata(getattr(tensor, name), source) for name in names])
+            parts = {name: getattr(tensor, name) for name in names}
+            inner = self.value(parts) if by_value else self._metadata([*parts.values()], source)
             text += f" {_class_name(type(tensor))} {self.value(context)} {inner}"
+        elif by_value:
+            text += f" {_elements(tensor)[1]}"
         elif source is not None and is_strided:
             # Inputs that share memory: named by the first of them.
             first = self._storages.setdefault(tensor.untyped_storage()._cdata, source)
-            if first != source:
-                text += f" aliases {first}"
-        if source is not None and tensor.requires_grad:
+            text += "" if first == source else f" aliases {first}"
+        if tensor.requires_grad and (by_value or source is not None):
             text += " requires_grad"
         return text
 
@@ -890,11 +839,8 @@ def _of_whole_tensor(descriptor: Any) -> Any:
 
 
 def _elements(tensor: Any) -> tuple[Any, str]:
-    """A tensor's elements in row-major order, whatever its strides, as a tensor on the CPU; and their digest.
-
-    Raises:
-        HandshakeError: they can't be read, or don't say all (those of a quantised tensor have a scale beside them).
-    """
+    """A tensor's elements in row-major order, whatever its strides, as a tensor on the CPU; and their digest. Raises
+    HandshakeError if they can't be read, or don't say all (those of a quantised tensor have a scale beside them)."""
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         if isinstance(tensor, torch._subclasses.FakeTensor):
             tensor = tensor.constant
@@ -949,7 +895,7 @@ def _is_random(name: str) -> bool:
 def _record(graph_module: Any, fingerprint: str = "") -> dict[str, Any]:
     dist, groups = torch.distributed, dict[str, Any]()
     return {
-        "handshake_graph": RECORD_VERSION,
+        "handshake_graph": 1,  # the version of this form
         "fingerprint": fingerprint,
         "rank": dist.get_rank() if dist.is_available() and dist.is_initialized() else None,
         "body": _body_record(graph_module, graph_module._get_name(), groups),
@@ -975,11 +921,8 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[s
             record["constant"] = _constant_text(_attribute(node, graph_module))
         positions[node] = len(nodes)
         nodes.append({key: value for key, value in record.items() if value})
-    bodies = {
-        child_name: _body_record(child, child_name, groups)
-        for child_name, child in graph_module.named_children()
-        if isinstance(child, torch.fx.GraphModule)
-    }
+    children = {key: each for key, each in graph_module.named_children() if isinstance(each, torch.fx.GraphModule)}
+    bodies = {key: _body_record(child, key, groups) for key, child in children.items()}
     return {"name": name, "nodes": nodes, "bodies": bodies}
 
 
@@ -995,8 +938,7 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
                 arguments.append((path, _text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
     texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
     if op == "call_method":
-        target = f".{target}"
-        text = f"{texts[0]}{target}({', '.join(texts[1:])})"
+        target, text = f".{target}", f"{texts[0]}.{target}({', '.join(texts[1:])})"
     elif op in ("call_function", "call_module"):
         target = _text(node.target) if op == "call_function" else f"self.{target}"
         text = f"{target}({', '.join(texts)})"
@@ -1075,24 +1017,21 @@ def _constant_text(tensor: Any) -> str | None:
 
 def _mutations(graph_module: Any) -> dict[Any, str]:
     """The inputs that a graph changes, and what changes each: an op, or the output."""
-    mutations = {}
-    inputs = {}
+    mutations, inputs = {}, {}
     for node in graph_module.graph.nodes:
         changed: list[Any] = []
         schema = getattr(node.target, "_schema", None)
         if node.op == "placeholder" and "desc" in node.meta:
             inputs[node.meta["desc"]] = node
         elif node.op == "output":
-            descriptors = node.meta.get("desc") or ()
-            changed = [inputs.get(getattr(descriptor, "mutated_input", None)) for descriptor in descriptors]
+            changed = [inputs.get(getattr(desc, "mutated_input", None)) for desc in node.meta.get("desc") or ()]
         elif node.op == "call_method" and _is_in_place(node.target):
             changed = list(node.args[:1])
         elif schema is not None and schema.is_mutable:
-            for index, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-                    changed += value if isinstance(value, (list, tuple)) else [value]
-        mutations.update({each: str(node.target) for each in changed if getattr(each, "op", None) == "placeholder"})
+            given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+            changed = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
+        leaves = [leaf for _, leaf in _leaves(changed, "")]
+        mutations.update({leaf: str(node.target) for leaf in leaves if getattr(leaf, "op", None) == "placeholder"})
     return mutations
 
 
