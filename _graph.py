@@ -131,8 +131,8 @@ class CanonicalNode(NamedTuple):
     alignment: bytes  # 8, a digest of the node's own content; other nodes by their targets only
     inputs: tuple[int, ...]  # positions of the nodes it reads: arguments in order, then keywords by name
     group: ProcessGroupId | None  # of a collective; for a point-to-point op this rank and its peers
-    # It must be neither moved past another such node, nor run twice, nor dropped: a collective, a wait, a mutation, a
-    # random op, a switch of global state.
+    # Not to be moved past another such node, run twice or dropped: a collective, wait, mutation, random op, switch of
+    # global state.
     has_effect: bool
 
 
@@ -286,7 +286,7 @@ class _Group(NamedTuple):
 
     @property
     def members(self) -> ProcessGroupId:
-        return ProcessGroupId(sorted({rank for line in self.lines for rank in line.ranks}))
+        return ProcessGroupId({rank for line in self.lines for rank in line})
 
 
 _registered_collectives: dict[str, str] = {}
@@ -296,23 +296,15 @@ _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroup
 
 
 def _collective_call(node: Any) -> _CollectiveCall | None:
-    if node.op != "call_function":
-        return None
-    ops = torch._ops
-    target, args, offset = node.target, node.args, 0
+    ops, target, offset = torch._ops, node.target, 0
     if isinstance(target, ops.HigherOrderOperator):
-        # with_effects(token, op, …), auto_functionalized(op, …) and their like.
-        place = next((i for i, argument in enumerate(args) if isinstance(argument, ops.OpOverload)), None)
-        if place is None:
-            return None
-        target, offset = args[place], place + 1
-        args = args[offset:]
-    elif not isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
-        return None
-    call = _signature(target)
+        # with_effects(token, op, …), auto_functionalized(op, …) and their like: the op's own arguments follow it.
+        offset = next((i for i, argument in enumerate(node.args, 1) if isinstance(argument, ops.OpOverload)), 0)
+        target = node.args[offset - 1] if offset else None
+    call = _signature(target) if isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)) else None
     if call is None:
         return None
-    given = dict(zip(call.arguments, args, strict=False)) | node.kwargs
+    given = dict(zip(call.arguments, node.args[offset:], strict=False)) | node.kwargs
     return call._replace(arguments=call.arguments | given, offset=offset)
 
 
@@ -332,10 +324,9 @@ def _signature(target: Any) -> _CollectiveCall | None:
 
 def _any_overload(target: Any) -> Any:
     """`target`, or of a packet its first overload that has no `out`: what matters here is the same in all of those."""
-    overloads = getattr(target, "overloads", None)
-    if overloads is None:
+    if isinstance(target, torch._ops.OpOverload):
         return target
-    names = overloads()
+    names = target.overloads()
     return getattr(target, next((name for name in names if "out" not in name), names[0]))
 
 
@@ -350,7 +341,7 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
             size = _object(call.arguments["group_size"])
             start = value.index(dist.get_rank()) // size * size if size < len(value) else 0
             ranks = tuple(value[start : start + size])
-            group = _Group(ranks, None, (ProcessGroupId(sorted(ranks)),))
+            group = _Group(ranks, None, (ProcessGroupId(ranks),))
         else:
             if isinstance(value, str):
                 value = dist.distributed_c10d._resolve_process_group(value)
@@ -370,7 +361,7 @@ def _group_of_object(process_group: Any) -> _Group:
     known = _known_ranks.get(process_group)
     if known is None:
         ranks = tuple(torch.distributed.get_process_group_ranks(process_group))
-        known = _known_ranks[process_group] = ranks, ProcessGroupId(sorted(ranks))
+        known = _known_ranks[process_group] = ranks, ProcessGroupId(ranks)
     return _Group(known[0], process_group, (known[1],))
 
 
@@ -390,7 +381,7 @@ def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
         if peer not in ranks:
             raise ValueError(f"its peer is rank {peer}, which is not in its group of {format_ranks(ranks)}")
         peers.append(peer)
-    lines = tuple(ProcessGroupId(sorted({own, peer})) for peer in peers)
+    lines = tuple(ProcessGroupId({own, peer}) for peer in peers)
     steps = tuple((ranks.index(peer) - ranks.index(own)) % len(ranks) for peer in peers)
     return group._replace(lines=lines, steps=steps)
 
@@ -556,8 +547,8 @@ class _Shared:
         known = self.bodies.get(id(graph_module))
         if known is None:
             nodes = _GraphWalk(self, graph_module).nodes()
-            digest = hashlib.blake2b(b"".join([node.equality for node in nodes]), digest_size=16)
-            known = self.bodies[id(graph_module)] = digest.hexdigest(), any(node.has_effect for node in nodes)
+            digest = executable_fingerprint(b"".join([node.equality for node in nodes]))
+            known = self.bodies[id(graph_module)] = digest, any(node.has_effect for node in nodes)
         return known
 
     def group(self, group: _Group) -> str:
@@ -598,8 +589,7 @@ class _Shared:
                     limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
                     name = f"{str(symbol).rstrip('0123456789')}{len(self.symbols)}{limits}"
                     self.symbols[symbol] = type(symbol)(name, **symbol.assumptions0)
-            renamed = expression.xreplace({symbol: self.symbols[symbol] for symbol in expression.free_symbols})
-            known = self.expressions[expression] = f"<{renamed}>"
+            known = self.expressions[expression] = f"<{expression.xreplace(self.symbols)}>"
         return known
 
 
@@ -635,8 +625,7 @@ class _GraphWalk:
     def _node(self, node: Any, position: int) -> CanonicalNode:
         op, target, same = node.op, "", ""
         self._inputs = []
-        group = call = None
-        has_effect = _has_effect(node)
+        members, has_effect = None, _has_effect(node)
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
             attribute = _attribute(node, self._graph_module)
@@ -651,7 +640,8 @@ class _GraphWalk:
             target = self._callable(node.target)
             call = _collective_call(node)
             if call is not None:
-                group, has_effect = _resolve(node, call), True
+                group = _resolve(node, call)
+                members, has_effect = group.members, True
                 replaced = self._group_arguments(call, group)
             elif target == "higher_order.invoke_subgraph":
                 replaced = {1: "", "identifier": ""}  # a number in this process; the body says all
@@ -676,7 +666,6 @@ class _GraphWalk:
         alignment = hashlib.blake2b(encoded, digest_size=8)
         alignment.update("\0".join([read.target for read in reads]).encode("utf-8", "surrogatepass"))
         has_effect = has_effect or any(read.op == "get_attr" and read.has_effect for read in reads)
-        members = None if group is None else group.members
         digests = equality.digest(), alignment.digest()
         return CanonicalNode(node.name, op, target or op, *digests, inputs, members, has_effect)
 
@@ -910,15 +899,10 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[s
     nodes: list[dict[str, Any]] = []
     for node in graph_module.graph.nodes:
         source, user_source = _frames(node.meta.get("stack_trace") or "")
-        record = {
-            **_call_record(node, positions),
-            **_group_record(node, groups),
-            "mutated_by": mutations.get(node),
-            "source": source,
-            "user_source": user_source,
-        }
+        facts = {"mutated_by": mutations.get(node), "source": source, "user_source": user_source}
         if node.op == "get_attr":
-            record["constant"] = _constant_text(_attribute(node, graph_module))
+            facts["constant"] = _constant_text(_attribute(node, graph_module))
+        record = _call_record(node, positions) | _group_record(node, groups) | facts
         positions[node] = len(nodes)
         nodes.append({key: value for key, value in record.items() if value})
     children = {key: each for key, each in graph_module.named_children() if isinstance(each, torch.fx.GraphModule)}
