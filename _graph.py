@@ -27,18 +27,18 @@ so a role is one of these, each of which leaves a rank no choice of group:
 (That a rank did not know a group yet when it made its fingerprint does no harm: then its graph doesn't use it, and the
 spans of the two votes differ.) The peer of a point-to-point op is named by its distance on the ring of its group.
 
-Records. Reports on a split compare graphs node by node. `graph_record` writes the nodes as JSON; `graph_text` is what
-torch prints, with what that leaves out taken from the record.
-
 Everywhere `graph_module` is an FX graph module, AOTAutograd's or Dynamo's; `groups` is "exact" or "role", as above, or
-None: as the handshake is set, "role" by default.
+None: as the handshake is set, "role" by default. Reports on a split compare graphs node by node: `graph_record` writes
+the nodes as JSON; `graph_text` is what torch prints, with what that leaves out taken from the record.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import enum
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import operator
@@ -62,13 +62,12 @@ _logger = logging.getLogger("torch_tpu.handshake")
 
 
 class _LazyTorch:
-    """The torch package, imported when something of it is first asked for."""
+    """Stands for the torch package until something of it is first asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        import torch
-
-        self.__dict__[name] = getattr(torch, name)
-        return self.__dict__[name]
+        global torch
+        torch = importlib.import_module("torch")
+        return getattr(torch, name)
 
 
 torch: Any = _LazyTorch()
@@ -91,14 +90,10 @@ _PEER_ARGUMENTS = {
     "isend": "dst", "send": "dst", "irecv": "src", "recv_": "src", "recv_any_source_": "", "batch_p2p_ops": "peer_list",
 }  # fmt: skip
 
-# How many elements of a tensor constant texts and records show.
-MAX_CONSTANT_VALUES_SHOWN = 16
-# Stack traces kept parsed: the nodes of one source line share theirs.
-_MAX_CACHED_TRACES = 4096
-
+MAX_CONSTANT_VALUES_SHOWN = 16  # elements of a tensor constant, in texts and records
+_MAX_CACHED_TRACES = 4096  # stack traces kept parsed: the nodes of one source line share theirs
 # Classes whose `repr` says all, and no two of which have one in common.
 _PLAIN_CLASSES = frozenset({type(None), bool, int, str, bytes, range, type(...)})
-
 _DEVICE_TEXT = re.compile(r"[a-z]+:\d+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _STACK_FRAME = re.compile(
@@ -131,21 +126,18 @@ class CanonicalNode(NamedTuple):
     alignment: bytes  # 8, a digest of the node's own content; other nodes by their targets only
     inputs: tuple[int, ...]  # positions of the nodes it reads: arguments in order, then keywords by name
     group: ProcessGroupId | None  # of a collective; for a point-to-point op this rank and its peers
-    # Not to be moved past another such node, run twice or dropped: a collective, wait, mutation, random op, switch of
-    # global state.
+    # Not to be moved past its like, repeated or dropped: a collective, wait, mutation, random op, switch of state.
     has_effect: bool
 
 
 def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     """How many collectives one run of the graph issues on each process group, in order of first use; none with 0.
-
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one iteration
     (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
     that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own. Raises
-    HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved.
-    """
+    HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved."""
     counts: Counter[ProcessGroupId] = Counter()
     for node in graph_module.graph.nodes:
         counts.update(node_collectives(node))
@@ -154,8 +146,7 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
 
 def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
     """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
-    call = _collective_call(node)
-    if call is not None:
+    if (call := _collective_call(node)) is not None:
         return dict(Counter(_resolve(node, call).lines))
     bodies = [Counter(count_collectives(body)) for body in _bodies(node)]
     either = operator.or_ if getattr(node.target, "_name", None) == "cond" else operator.add
@@ -163,11 +154,9 @@ def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
 
 
 def graph_fingerprint(graph_module: Any, groups: str | None = None) -> str:
-    """A digest of the program: equal on two ranks exactly when their programs are. See the module's theory.
-
-    32 lowercase hex digits; or, for a graph that can't be hashed, ``unhashable-`` and 32 random ones, which equal no
-    other rank's; the reason is logged as a warning. Raises HandshakeConfigError if `groups` is neither.
-    """
+    """A digest of the program, equal on two ranks exactly when their programs are: 32 lowercase hex digits; or, for a
+    graph that can't be hashed, ``unhashable-`` and 32 random ones, which equal no other rank's, with the reason logged
+    as a warning. Raises HandshakeConfigError if `groups` is neither "exact" nor "role"."""
     shared = _Shared(group_naming(groups))
     try:
         return shared.body(graph_module)[0]
@@ -183,21 +172,17 @@ def executable_fingerprint(data: bytes | str) -> str:
 
 
 def canonical_nodes(graph_module: Any, groups: str | None = None) -> list[CanonicalNode]:
-    """The nodes of the top-level graph, in order, as ranks compare them.
-
-    Nested bodies and values of tensor constants are in the digests of the get_attr nodes that name them, and of the
-    nodes that read those. Raises HandshakeConfigError if `groups` is neither "exact" nor "role", or a collective's
-    group can't be resolved; HandshakeError if the graph can't be hashed, with the node and why.
-    """
+    """The nodes of the top-level graph, in order, as ranks compare them. Nested bodies and values of tensor constants
+    are in the digests of the get_attr nodes that name them, and of the nodes that read those. Raises
+    HandshakeConfigError if `groups` is neither "exact" nor "role", or a collective's group can't be resolved;
+    HandshakeError, with the node and why, if the graph can't be hashed."""
     return _GraphWalk(_Shared(group_naming(groups)), graph_module).nodes()
 
 
 def register_collective(qualified_op_name: str, group_argument: str = "group_name") -> None:
     """Makes an op, named without an overload, count as a collective: ``register_collective("mylib::reduce", "group")``.
-
-    The argument of its schema with the name `group_argument` holds the group: a name, or a process group. Raises
-    HandshakeConfigError if the op's name is not of the form ``namespace::name``.
-    """
+    That argument of its schema holds the group: a name, or a process group. Raises HandshakeConfigError if the op's
+    name is not of the form ``namespace::name``."""
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
         raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
     _registered_collectives[qualified_op_name] = group_argument
@@ -240,8 +225,7 @@ def graph_text(graph_module: Any) -> str:
       digest and first `MAX_CONSTANT_VALUES_SHOWN` values, row-major;
     - ``mutated arg0_1 = copy_``: an input that the graph changes, and the op (or output) that does;
     - ``source BODY.all_reduce = /path/model.py:24: x = all_reduce(y)``: the user's own line, where it is not the
-      innermost, which `print_readable` shows.
-    """
+      innermost, which `print_readable` shows."""
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
     record = _record(graph_module)
     facts = [] if record["rank"] is None else [f"rank = {record['rank']}"]
@@ -254,12 +238,10 @@ def graph_text(graph_module: Any) -> str:
 
 
 def graph_record(graph_module: Any, fingerprint: str = "") -> str:
-    """The graph as reports compare it: the JSON text that `_graph_diff.read_record` reads.
-
-    It says of each node what it calls, its arguments leaf by leaf, the form of its result, its source lines, and
-    what `graph_text` adds as facts. What can't be had is left out; nothing that is strange about a graph is an error.
-    The fingerprint is in it if the caller has it. (An unhashable graph gets another one each time.)
-    """
+    """The graph as reports compare it: the JSON text that `_graph_diff.read_record` reads. It says of each node what it
+    calls, its arguments leaf by leaf, the form of its result, its source lines, and what `graph_text` adds as facts.
+    What can't be had is left out; nothing that is strange about a graph is an error. The fingerprint is in it if the
+    caller has it. (An unhashable graph gets another one each time.)"""
     return json.dumps(_record(graph_module, fingerprint), separators=(",", ":"))
 
 
@@ -271,7 +253,7 @@ class _CollectiveCall(NamedTuple):
 
     arguments: dict[str, Any]  # by name, in the order of the schema, with its defaults
     group_argument: str
-    peer_argument: str | None  # of a point-to-point op
+    peer_argument: str | None = None  # of a point-to-point op
     offset: int = 0  # how many arguments of the node's own stand before these
 
 
@@ -280,13 +262,9 @@ class _Group(NamedTuple):
 
     ranks: tuple[int, ...]  # in the group's own order
     process_group: Any
-    # On whose collective lines the call counts: this one; of each point-to-point op the pair of this rank and the peer.
-    lines: tuple[ProcessGroupId, ...]
+    members: ProcessGroupId  # who takes part: all of it; in a point-to-point op this rank and its peers
+    lines: tuple[ProcessGroupId, ...]  # on whose lines the call counts: this one's, or the pair's with each peer
     steps: tuple[int, ...] = ()  # how far ahead of this rank each peer is on the ring of the group
-
-    @property
-    def members(self) -> ProcessGroupId:
-        return ProcessGroupId({rank for line in self.lines for rank in line})
 
 
 _registered_collectives: dict[str, str] = {}
@@ -299,7 +277,7 @@ def _collective_call(node: Any) -> _CollectiveCall | None:
     ops, target, offset = torch._ops, node.target, 0
     if isinstance(target, ops.HigherOrderOperator):
         # with_effects(token, op, …), auto_functionalized(op, …) and their like: the op's own arguments follow it.
-        offset = next((i for i, argument in enumerate(node.args, 1) if isinstance(argument, ops.OpOverload)), 0)
+        offset = next((i for i, arg in enumerate(node.args, 1) if isinstance(arg, ops.OpOverload)), 0)
         target = node.args[offset - 1] if offset else None
     call = _signature(target) if isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)) else None
     if call is None:
@@ -314,12 +292,11 @@ def _signature(target: Any) -> _CollectiveCall | None:
     schema = _any_overload(target)._schema
     namespace, _, name = schema.name.partition("::")
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    peer_argument = None
-    group_argument = _registered_collectives.get(schema.name)
-    if group_argument is None and namespace in _COLLECTIVE_NAMESPACES:
-        group_argument = next((wanted for wanted in _GROUP_ARGUMENTS if wanted in defaults), None)
-        peer_argument = _PEER_ARGUMENTS.get(name)
-    return None if group_argument is None else _CollectiveCall(defaults, group_argument, peer_argument)
+    if schema.name in _registered_collectives:
+        return _CollectiveCall(defaults, _registered_collectives[schema.name])
+    wanted = _GROUP_ARGUMENTS if namespace in _COLLECTIVE_NAMESPACES else ()
+    group_argument = next((argument for argument in wanted if argument in defaults), "")
+    return _CollectiveCall(defaults, group_argument, _PEER_ARGUMENTS.get(name)) if group_argument else None
 
 
 def _any_overload(target: Any) -> Any:
@@ -341,7 +318,8 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
             size = _object(call.arguments["group_size"])
             start = value.index(dist.get_rank()) // size * size if size < len(value) else 0
             ranks = tuple(value[start : start + size])
-            group = _Group(ranks, None, (ProcessGroupId(ranks),))
+            members = ProcessGroupId(ranks)
+            group = _Group(ranks, None, members, (members,))
         else:
             if isinstance(value, str):
                 value = dist.distributed_c10d._resolve_process_group(value)
@@ -351,10 +329,8 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
             group = _group_of_object(value)
         return group if call.peer_argument is None else _with_peers(call, group)
     except Exception as error:
-        reason = f"{error}" or type(error).__name__
-        raise HandshakeConfigError(
-            f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}: {reason}"
-        ) from error
+        what = f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}"
+        raise HandshakeConfigError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _group_of_object(process_group: Any) -> _Group:
@@ -362,15 +338,13 @@ def _group_of_object(process_group: Any) -> _Group:
     if known is None:
         ranks = tuple(torch.distributed.get_process_group_ranks(process_group))
         known = _known_ranks[process_group] = ranks, ProcessGroupId(ranks)
-    return _Group(known[0], process_group, (known[1],))
+    return _Group(known[0], process_group, known[1], (known[1],))
 
 
 def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
-    """The group as a point-to-point op uses it.
-
-    The op takes a rank within the group, but Dynamo gives it a global one (torch 2.13). So a number is read as what
-    runs, a rank within the group; where that names no other member, as the global rank that was meant.
-    """
+    """The group as a point-to-point op uses it. The op takes a rank within the group, but Dynamo gives it a global one
+    (torch 2.13). So a number is read as what runs, a rank within the group; where that names no other member, as the
+    global rank that was meant."""
     own, ranks = torch.distributed.get_rank(), group.ranks
     numbers = call.arguments.get(call.peer_argument or "")
     peers = []
@@ -383,24 +357,23 @@ def _with_peers(call: _CollectiveCall, group: _Group) -> _Group:
         peers.append(peer)
     lines = tuple(ProcessGroupId({own, peer}) for peer in peers)
     steps = tuple((ranks.index(peer) - ranks.index(own)) % len(ranks) for peer in peers)
-    return group._replace(lines=lines, steps=steps)
+    return group._replace(members=ProcessGroupId({own, *peers}), lines=lines, steps=steps)
 
 
 def _object(value: Any) -> Any:
     """The object that an argument stands for, where it is one that a graph passes around: a group, a mesh, a name."""
     dist = torch.distributed
-    if not isinstance(value, torch.fx.Node):
-        pass
-    elif value.op == "get_attr":
+    op = value.op if isinstance(value, torch.fx.Node) else ""
+    if op == "get_attr":
         value = _attribute(value)
-    elif (known := _result(value)) is not None:
+    elif op and (known := _result(value)) is not None:
         value = known
-    elif value.op in ("call_function", "call_method"):
+    elif op in ("call_function", "call_method"):
         # A group out of a mesh, or a mesh out of a larger one. Nothing is communicated.
         args = [_object(argument) for argument in value.args]
         if args and isinstance(args[0], dist.device_mesh.DeviceMesh):
             with torch._subclasses.fake_tensor.unset_fake_temporarily():
-                function = value.target if value.op == "call_function" else getattr(type(args[0]), value.target)
+                function = value.target if op == "call_function" else getattr(type(args[0]), value.target)
                 value = function(*args)
     value = torch._library.fake_class_registry.maybe_unwrap_fake_script_object(value)
     kind = value._type().qualified_name() if isinstance(value, torch.ScriptObject) else ""
@@ -426,10 +399,9 @@ def _result(node: Any) -> Any:
 
 def _bodies(node: Any) -> list[Any]:
     """The nested graphs that a run of the node runs, in the order of its arguments."""
-    graph_class = torch.fx.GraphModule
     if node.op == "call_module":
         called = _attribute(node)
-        if isinstance(called, graph_class):
+        if isinstance(called, torch.fx.GraphModule):
             return [called]
         kinds = {type(part) for part in called.modules()}
         sync = torch.nn.SyncBatchNorm  # the one of torch's own that issues collectives
@@ -445,7 +417,7 @@ def _bodies(node: Any) -> list[Any]:
     if node.op not in ("call_function", "call_method"):
         return []
     values = [_attribute(argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
-    bodies = [value for value in values if isinstance(value, graph_class)]
+    bodies = [value for value in values if isinstance(value, torch.fx.GraphModule)]
     # Its second body is the backward, which Dynamo's graph holds but does not run.
     return bodies[:1] if getattr(node.target, "_name", None) == "autograd_function_apply" else bodies
 
@@ -477,9 +449,9 @@ def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, Any]]:
-    """The leaves of an argument with their paths: ``[0]`` in a list, ``(0)`` in a tuple, ``{'key'}`` in a dictionary,
-    keys sorted, ``.start`` in a slice. For an empty container None, with ``[]``, ``()`` or ``{}`` in the path."""
+def _leaves(value: Any, path: str = "", key_text: Callable[[Any], str] = repr) -> Iterator[tuple[str, str, Any]]:
+    """The leaves of an argument, each after its path (``[0]`` in a list, ``(0)`` in a tuple, ``{'key'}`` in a mapping,
+    keys sorted, ``.start`` in a slice) and "". For an empty container its path, ``[]``, ``()`` or ``{}``, and None."""
     kind, fx = type(value), torch.fx.immutable_collections
     if kind in (list, fx.immutable_list):
         empty, parts = "[]", [(f"[{index}]", part) for index, part in enumerate(value)]
@@ -491,10 +463,10 @@ def _leaves(value: Any, path: str, key_text: Callable[[Any], str] = repr) -> Ite
     elif kind is slice:
         empty, parts = "", [(f".{name}", getattr(value, name)) for name in ("start", "stop", "step")]
     else:
-        yield path, value
+        yield path, "", value
         return
     if not parts:
-        yield path + empty, None
+        yield path, empty, None
     for step, part in parts:
         yield from _leaves(part, path + step, key_text)
 
@@ -508,17 +480,15 @@ def _device_type(text: str) -> str | None:
 
 
 def _layout(ranks: tuple[int, ...]) -> str | None:
-    """Size, stride and phase in each dimension of a regular group; None for any other.
-
-    Where every stride is a multiple of the extent of the dimensions inside it, groups of one layout are disjoint:
-    of a rank and the phases, the coordinates within the group follow, innermost first, and so its first rank.
-    """
+    """Size, stride and phase in each dimension of a regular group; None for any other. Where every stride is a multiple
+    of the extent of the dimensions inside it, groups of one layout are disjoint: of a rank and the phases, the
+    coordinates within the group follow, innermost first, and so its first rank."""
     dimensions = []
     starts, extent = list(ranks), 1
     while len(starts) > 1:
-        stride = starts[1] - starts[0]
-        size = next((n for n, start in enumerate(starts) if start != starts[0] + n * stride), len(starts))
-        if stride <= 0 or stride % extent or starts != [i + n * stride for i in starts[::size] for n in range(size)]:
+        _, size, stride = _runs(starts)[0]
+        regular = [start + n * stride for start in starts[::size] for n in range(size)]
+        if stride <= 0 or stride % extent or starts != regular:
             return None
         dimensions.append(f"{size} by {stride} from {ranks[0] // stride % size}")
         starts, extent = starts[::size], stride * size
@@ -539,8 +509,7 @@ class _Shared:
         self.nested_integers: dict[int, int] = {}
         self.groups: dict[tuple[tuple[int, ...], int], str] = {}
         self.bodies: dict[int, tuple[str, bool]] = {}
-        # Tensor attributes by identity: two that look alike may be one, or two that a mutation tells apart.
-        self.attributes: dict[int, int] = {}
+        self.attributes: dict[int, int] = {}  # tensors by identity: a mutation can tell two alike apart
 
     def body(self, graph_module: Any) -> tuple[str, bool]:
         """The digest of a graph, and whether a run of it has an effect."""
@@ -580,8 +549,7 @@ class _Shared:
             number = self.nested_integers.setdefault(node.nested_int(), len(self.nested_integers))
             return f"j{number}*{node.nested_int_coeff()}"
         expression = node.expr
-        known = self.expressions.get(expression)
-        if known is None:
+        if expression not in self.expressions:
             # A symbol that appears inside a compound first is rare; of several, the names decide.
             for symbol in sorted(expression.free_symbols, key=str):
                 if symbol not in self.symbols:
@@ -589,16 +557,13 @@ class _Shared:
                     limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
                     name = f"{str(symbol).rstrip('0123456789')}{len(self.symbols)}{limits}"
                     self.symbols[symbol] = type(symbol)(name, **symbol.assumptions0)
-            known = self.expressions[expression] = f"<{expression.xreplace(self.symbols)}>"
-        return known
+            self.expressions[expression] = f"<{expression.xreplace(self.symbols)}>"
+        return self.expressions[expression]
 
 
 class _GraphWalk:
-    """One pass over one graph.
-
-    `value` writes an argument as text. Where it meets a node it notes the position in `_inputs` and writes a mark, so
-    that one text serves for both digests.
-    """
+    """One pass over one graph. `value` writes an argument as text: where it meets a node it notes the position in
+    `_inputs` and writes a mark, so that one text serves for both digests."""
 
     def __init__(self, shared: _Shared, graph_module: Any) -> None:
         self._shared = shared
@@ -608,6 +573,7 @@ class _GraphWalk:
         self._inputs: list[int] = []
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
+        self._plain_classes = (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
 
     def nodes(self) -> list[CanonicalNode]:
         for position, node in enumerate(self._graph_module.graph.nodes):
@@ -616,9 +582,8 @@ class _GraphWalk:
             except HandshakeConfigError:
                 raise
             except Exception as error:
-                reason = f"{error}" or type(error).__name__
-                message = f"node {node.name} ({node.target}) can't be hashed{_where(node)}: {reason}"
-                raise HandshakeError(message) from error
+                what = f"node {node.name} ({node.target}) can't be hashed{_where(node)}"
+                raise HandshakeError(f"{what}: {str(error) or type(error).__name__}") from error
             self._positions[node] = position
         return self._nodes
 
@@ -628,18 +593,17 @@ class _GraphWalk:
         members, has_effect = None, _has_effect(node)
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
-            attribute = _attribute(node, self._graph_module)
-            if isinstance(attribute, torch.Tensor):
-                same = f" tensor {self._shared.attributes.setdefault(id(attribute), len(self._shared.attributes))}"
-            if isinstance(attribute, torch.nn.Parameter):
-                target = f"parameter {self._tensor(attribute, None)} requires_grad={attribute.requires_grad}"
+            held = _attribute(node, self._graph_module)
+            if isinstance(held, torch.Tensor):
+                same = f" tensor {self._shared.attributes.setdefault(id(held), len(self._shared.attributes))}"
+            if isinstance(held, torch.nn.Parameter):
+                target = f"parameter {self._tensor(held, None)} requires_grad={held.requires_grad}"
             else:
-                target = self.value(attribute)
-            has_effect = isinstance(attribute, torch.fx.GraphModule) and self._shared.body(attribute)[1]
+                target = self.value(held)
+            has_effect = isinstance(held, torch.fx.GraphModule) and self._shared.body(held)[1]
         elif op == "call_function":
             target = self._callable(node.target)
-            call = _collective_call(node)
-            if call is not None:
+            if (call := _collective_call(node)) is not None:
                 group = _resolve(node, call)
                 members, has_effect = group.members, True
                 replaced = self._group_arguments(call, group)
@@ -678,7 +642,8 @@ class _GraphWalk:
         return texts | {places[name]: text for name, text in texts.items()}
 
     def value(self, value: Any) -> str:
-        return ",".join([f"{path}:{self._leaf(leaf)}" for path, leaf in _leaves(value, "", self.value)])
+        leaves = _leaves(value, key_text=self.value)
+        return ",".join([f"{path}{empty}:{self._leaf(leaf)}" for path, empty, leaf in leaves])
 
     def _leaf(self, value: Any) -> str:
         kind = type(value)
@@ -688,8 +653,7 @@ class _GraphWalk:
             return f"%({self._nodes[position].target})" if value.op == "get_attr" else "%"
         if kind is str and (device := _device_type(value)) is not None:
             return f"device({device})"
-        plain = (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
-        if kind in _PLAIN_CLASSES or isinstance(value, plain):
+        if kind in _PLAIN_CLASSES or isinstance(value, self._plain_classes):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._shared.symbolic(value)
@@ -712,7 +676,6 @@ class _GraphWalk:
 
     def _content(self, value: Any) -> str:
         """What is in an object of a known class."""
-        distributed = torch.distributed
         if isinstance(value, torch.Tensor):
             return self._tensor(value, None, by_value=True)
         if isinstance(value, torch.fx.GraphModule):
@@ -720,10 +683,10 @@ class _GraphWalk:
         if isinstance(value, types.CodeType):
             parts = [value.co_code, value.co_exceptiontable, value.co_names, value.co_varnames, value.co_freevars]
             return self.value([*parts, value.co_flags, value.co_consts])
-        if distributed.is_available():
-            if isinstance(value, distributed.ProcessGroup):
+        if torch.distributed.is_available():
+            if isinstance(value, torch.distributed.ProcessGroup):
                 return self._shared.group(_group_of_object(value))
-            if isinstance(value, distributed.device_mesh.DeviceMesh):
+            if isinstance(value, torch.distributed.device_mesh.DeviceMesh):
                 return self._mesh(value)
         placements = sys.modules.get("torch.distributed.tensor.placement_types")
         if placements is not None and isinstance(value, placements.Placement):
@@ -743,10 +706,9 @@ class _GraphWalk:
         return f"{mesh.device_type} {mesh.mesh_dim_names!r} {content}"
 
     def _callable(self, target: Any) -> str:
-        ops = torch._ops
-        if isinstance(target, (ops.OpOverload, ops.OpOverloadPacket)):
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return str(target)  # aten.add.Tensor, aten.add
-        if isinstance(target, ops.HigherOrderOperator):
+        if isinstance(target, torch._ops.HigherOrderOperator):
             return f"{target.namespace}.{target._name}"
         name = getattr(target, "__qualname__", "<")
         if isinstance(target, (type, types.FunctionType)) and "<" not in name:
@@ -770,13 +732,12 @@ class _GraphWalk:
 
     def _metadata(self, value: Any, source: int | None) -> str:
         """What is known of a node's result. `source` is the position of a placeholder or get_attr, else None."""
-        if value is None:
-            return ""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, source)
         if isinstance(value, (list, tuple)):
             return f"[{','.join([self._metadata(item, source) for item in value])}]"
-        if isinstance(value, (bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        if value is None or isinstance(value, (bool, int, float, complex, str, *symbolic)):
             return self.value(value)
         if source is not None and torch.distributed.is_available():
             meant = _object(value)
@@ -799,9 +760,8 @@ class _GraphWalk:
         elif by_value:
             text += f" {_elements(tensor)[1]}"
         elif source is not None and is_strided:
-            # Inputs that share memory: named by the first of them.
             first = self._storages.setdefault(tensor.untyped_storage()._cdata, source)
-            text += "" if first == source else f" aliases {first}"
+            text += "" if first == source else f" aliases {first}"  # inputs that share memory
         if tensor.requires_grad and (by_value or source is not None):
             text += " requires_grad"
         return text
@@ -838,10 +798,9 @@ def _elements(tensor: Any) -> tuple[Any, str]:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise HandshakeError(f"a tensor constant of layout {tensor.layout}, dtype {tensor.dtype} can't be read")
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        size = plain.numel() * plain.element_size()
-        if size and not plain.data_ptr():
+        if plain.nbytes and not plain.data_ptr():
             raise HandshakeError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
-        elements = (ctypes.c_char * size).from_address(plain.data_ptr()) if size else b""
+        elements = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b""
         return plain, hashlib.blake2b(elements, digest_size=16).hexdigest()
 
 
@@ -915,11 +874,9 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
     op, target = node.op, str(node.target)
     arguments: list[tuple[str, str, int | None]] = []
     for key, argument in (*enumerate(node.args), *node.kwargs.items()):
-        for path, leaf in _leaves(argument, {"placeholder": "default", "output": ""}.get(op, str(key))):
-            if path.endswith(("[]", "()", "{}")):
-                arguments.append((path[:-2], path[-2:], None))
-            else:
-                arguments.append((path, _text(leaf), positions.get(leaf) if type(leaf) is type(node) else None))
+        for path, empty, leaf in _leaves(argument, {"placeholder": "default", "output": ""}.get(op, str(key))):
+            producer = positions.get(leaf) if type(leaf) is type(node) else None
+            arguments.append((path, empty or _text(leaf), producer))
     texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
     if op == "call_method":
         target, text = f".{target}", f"{texts[0]}.{target}({', '.join(texts[1:])})"
@@ -975,13 +932,11 @@ def _group_record(node: Any, groups: dict[str, Any]) -> dict[str, Any]:
     if call is None:
         return {}
     name = call.arguments.get(call.group_argument)
-    try:
+    with contextlib.suppress(HandshakeConfigError):
         group = _resolve(node, call)
         name = getattr(group.process_group, "group_name", None)
         if name is not None and name not in groups:
             groups[name] = {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
-    except HandshakeConfigError:
-        pass
     return {"collective": True, "group": name if isinstance(name, str) else None}
 
 
@@ -1008,26 +963,27 @@ def _mutations(graph_module: Any) -> dict[Any, str]:
         if node.op == "placeholder" and "desc" in node.meta:
             inputs[node.meta["desc"]] = node
         elif node.op == "output":
-            changed = [inputs.get(getattr(desc, "mutated_input", None)) for desc in node.meta.get("desc") or ()]
+            descriptors = node.meta.get("desc") or ()
+            changed = [inputs.get(getattr(descriptor, "mutated_input", None)) for descriptor in descriptors]
         elif node.op == "call_method" and _is_in_place(node.target):
             changed = list(node.args[:1])
         elif schema is not None and schema.is_mutable:
-            given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+            names = [argument.name for argument in schema.arguments]
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
             changed = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
-        leaves = [leaf for _, leaf in _leaves(changed, "")]
-        mutations.update({leaf: str(node.target) for leaf in leaves if getattr(leaf, "op", None) == "placeholder"})
+        inputs_changed = [leaf for *_, leaf in _leaves(changed) if getattr(leaf, "op", None) == "placeholder"]
+        mutations.update(dict.fromkeys(inputs_changed, str(node.target)))
     return mutations
 
 
 def _runs(ranks: list[int]) -> list[tuple[int, int, int]]:
-    """Ascending ranks as runs (first, count, step)."""
-    runs: list[tuple[int, int, int]] = []
-    for rank in ranks:
-        first, count, step = runs[-1] if runs else (0, 0, 0)
-        if count == 1 or (count and rank == first + count * step):
-            runs[-1] = (first, count + 1, rank - first if count == 1 else step)
-        else:
-            runs.append((rank, 1, 1))
+    """Ranks as runs (first, count, step), each as long as can be."""
+    runs = []
+    while ranks:
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        count = next((n for n, rank in enumerate(ranks) if rank != ranks[0] + n * step), len(ranks))
+        runs.append((ranks[0], count, step))
+        ranks = ranks[count:]
     return runs
 
 
