@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import resource
 import select
@@ -26,8 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,15 +49,12 @@ HELLO_WITHIN_S = 10.0
 MAX_STRANGERS = 64
 # Connections that are accepted in one turn of the loop: whoever connects without end must not stop the votes.
 ACCEPTS_A_TURN = 16
-# After running out of file descriptors, connections wait so long to be accepted.
-ACCEPT_AGAIN_S = 1.0
 # What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
-# What a frame that waits to be sent takes beside its bytes, about.
-UNSENT_FRAME_BYTES = 200
 # Bytes that one read takes; a vote on one group is 42.
 READ_BYTES = 4096
-# How often it is looked whether the parent lives: it may die while a process that it forked holds the control channel.
+# How often it looks whether the parent lives (it may die while a process that it forked holds the control channel),
+# whether strangers are overdue, and, after running out of descriptors, whether connections can be accepted again.
 LOOK_UP_S = 0.5
 # What the last bytes (goodbyes) may take, to all ranks together.
 CLOSE_WITHIN_S = 1.0
@@ -98,6 +95,12 @@ def _printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
 
 
+def _due(timed: Any) -> float:
+    """When the machine, or an extra, wants to be told the time."""
+    deadline = timed.next_deadline()
+    return math.inf if deadline is None else float(deadline)
+
+
 class Config(NamedTuple):
     """What a coordinator must know. All of it can be written as JSON."""
 
@@ -122,6 +125,12 @@ class Settled(NamedTuple):
         return bool(self.flags & _protocol.HAS_GRAPH)
 
 
+def _settled(decision: Decision) -> Settled:
+    _, number, (_, flags, digest, _) = decision.request
+    spans = [(line, *span) for line, span in decision.places]
+    return Settled(decision.rank, number, flags, digest, spans, decision.outcome, decision.reason)
+
+
 # What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload. At step LOG the
 # payload is a text for the rank's log. An extra has these methods, of which all but `next_deadline` return replies:
 #     settled(votes, now)     votes that were answered together; what it returns goes ahead of their verdicts
@@ -140,9 +149,7 @@ class _Connection:
     hello_by: float
     nonce: bytes = field(default_factory=lambda: os.urandom(_protocol.NONCE_BYTES))
     decoder: _protocol.Decoder = field(default_factory=lambda: _protocol.Decoder(_protocol.FROM_STRANGER))
-    unsent: deque[memoryview] = field(default_factory=deque)
-    unsent_bytes: int = 0
-    ending: str = ""  # why it is to be dropped
+    unsent: bytearray = field(default_factory=bytearray)
     facts: dict[str, Any] = field(default_factory=dict)
     voter: Voter | None = None  # once it has said who it is
     lines: dict[int, Line] = field(default_factory=dict)
@@ -157,13 +164,8 @@ class Server:
     """Serves one job's handshakes on a listening socket until its control channel is closed."""
 
     def __init__(self, listener: socket.socket, control: socket.socket, config: Config, parent: int | None) -> None:
-        """
-        Args:
-            listener: bound and listening.
-            control: one end of a pair; the server ends when the other end is shut down.
-            config: see `Config`.
-            parent: the process whose death ends the server, or None.
-        """
+        """`listener` is bound and listens. `control` is one end of a pair: the server ends when the other end is shut
+        down, or when `parent`, a process's id or None, is not its parent any more."""
         self._listener = listener
         self._control = control
         self._config = config
@@ -174,17 +176,17 @@ class Server:
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, self._timeout_s)
         # Not `selectors`: its own Python costs more for each vote than the machine's.
         self._epoll = select.epoll()
-        self._peers: dict[int, _Connection | Callable[[], None] | None] = {}  # by descriptor
-        self._connections: set[_Connection] = set()
+        self._connections: dict[int, _Connection] = {}  # by descriptor
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._of_rank: dict[int, _Connection] = {}
-        self._now = 0.0
-        self._accept_again: float | None = None
+        self._stuck: set[_Connection] = set()  # to be dropped at the end of this turn, as they read nothing
+        self._now = self._look_up_at = 0.0
         self._messages: set[str] = set()  # for the coordinator rank's log
-        self._unread_messages: list[str] = []  # those for which it has not connected yet
-        self._detail: tuple[Any, bytes] = (None, b"")  # the last finding, and what ranks are told of it
+        self._unread: list[str] = []  # those for which it has not connected yet
+        self._told: tuple[Any, int, bytes] = (None, 0, b"")  # the last finding, and what ranks are told of it
         self._extras: dict[int, Any] = {}
-        self._wants_reports = bool(config.debug) and self._load(_protocol.REPORTS)
+        if config.debug:
+            self._load(_protocol.REPORTS)
 
     # ------------------------------------------------------------------ the loop
 
@@ -192,71 +194,55 @@ class Server:
         """Serves until told to end, or until it fails, which is logged and told to all ranks. Closes the listener, the
         control channel and all connections."""
         self._listener.setblocking(False)
-        self._register(self._listener, self._accept)
-        self._register(self._control, None)
+        listening, ending = self._listener.fileno(), self._control.fileno()
+        for descriptor in (listening, ending):
+            self._epoll.register(descriptor, select.EPOLLIN)
         reason = f"rank {self._rank}, which coordinates, closed the handshake or exited"
-        seconds = 0.0
         try:
-            while True:
-                events = self._epoll.poll(seconds)
-                self._now = time.monotonic()
-                for descriptor, mask in events:
-                    peer = self._peers.get(descriptor)
-                    if isinstance(peer, _Connection):
-                        if mask & select.EPOLLOUT:
-                            self._flush(peer)
-                        if mask != select.EPOLLOUT:
-                            self._read(peer)
-                    elif peer is not None:
-                        peer()
-                    elif descriptor in self._peers:
-                        return
+            while self._parent in (None, os.getppid()):
                 deadline = self._next_deadline()
-                if deadline is not None and deadline <= self._now:
+                if deadline <= self._now:
                     self._look_at_the_clock()
                     deadline = self._next_deadline()
-                if self._parent is not None and os.getppid() != self._parent:
-                    return
-                seconds = LOOK_UP_S if deadline is None else min(max(0.0, deadline - self._now), LOOK_UP_S)
+                while self._stuck:
+                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
+                events = self._epoll.poll(max(0.0, deadline - self._now))
+                self._now = time.monotonic()
+                for descriptor, mask in events:
+                    connection = self._connections.get(descriptor)
+                    if connection is not None:
+                        if mask & select.EPOLLOUT:
+                            self._flush(connection)
+                        if mask != select.EPOLLOUT:
+                            self._read(connection)
+                    elif descriptor == listening:
+                        self._accept()
+                    elif descriptor == ending:
+                        return
         except Exception as error:
             reason = f"the coordinator failed: {type(error).__name__}: {error}"
             logger.critical("handshake: %s", reason, exc_info=True)
         finally:
             self._close(reason)
 
-    def _register(self, sock: socket.socket, peer: "_Connection | Callable[[], None] | None") -> None:
-        self._epoll.register(sock, select.EPOLLIN)
-        self._peers[sock.fileno()] = peer
-
-    def _unregister(self, sock: socket.socket) -> None:
-        self._epoll.unregister(sock)
-        del self._peers[sock.fileno()]
-
-    def _next_deadline(self) -> float | None:
-        """When something is to be done though nothing arrives, or None."""
-        deadline = self._consensus.next_deadline()
-        if not (self._strangers or self._extras or self._accept_again is not None):
-            return deadline
-        deadlines = [deadline, self._accept_again, *(extra.next_deadline() for extra in self._extras.values())]
-        deadlines += [stranger.hello_by for stranger in list(self._strangers)[:1]]
-        return min([deadline for deadline in deadlines if deadline is not None], default=None)
+    def _next_deadline(self) -> float:
+        """When something is to be done though nothing arrives."""
+        return min(self._look_up_at, _due(self._consensus), *map(_due, self._extras.values()))
 
     def _look_at_the_clock(self) -> None:
         now = self._now
-        deadline = self._consensus.next_deadline()
-        if deadline is not None and deadline <= now:
+        if _due(self._consensus) <= now:
             self._answer(self._consensus.expire(now))
             for vote, text in self._consensus.notices(now):
                 self._send(vote.request[0], _protocol.encode(_protocol.Notice(f"rank {vote.rank} still waits: {text}")))
         for number, extra in self._extras.items():
-            deadline = extra.next_deadline()
-            if deadline is not None and deadline <= now:
+            if _due(extra) <= now:
                 self._reply(number, extra.tick(now))
-        for connection in [connection for connection in self._strangers if connection.hello_by <= now]:
-            self._drop(connection, "it did not say who it is")
-        if self._accept_again is not None and self._accept_again <= now:
-            self._accept_again = None
-            self._register(self._listener, self._accept)
+        if self._look_up_at <= now:
+            self._look_up_at = now + LOOK_UP_S
+            for connection in [connection for connection in self._strangers if connection.hello_by <= now]:
+                self._drop(connection, "it did not say who it is")
+            self._epoll.modify(self._listener, select.EPOLLIN)
 
     def _close(self, reason: str) -> None:
         self._listener.close()
@@ -264,25 +250,20 @@ class Server:
             self._reply(number, extra.close())
         self._epoll.close()
         until = time.monotonic() + CLOSE_WITHIN_S
-        for connection in self._connections:
-            try:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
                 connection.sock.settimeout(max(0.0, until - time.monotonic()))
-                for data in connection.unsent:
-                    connection.sock.sendall(data)
-                connection.sock.sendall(_protocol.encode(_protocol.Goodbye(reason)))
-            except OSError:
-                pass
+                connection.sock.sendall(connection.unsent + _protocol.encode(_protocol.Goodbye(reason)))
             connection.sock.close()
-        for text in self._unread_messages:
+        for text in self._unread:
             logger.warning("handshake: %s", text)
-        self._connections.clear()
         self._control.close()
 
     def abandon(self) -> None:
         """In a forked child, where no thread runs it: lets go of all descriptors, so that what the parent closes, or
         what ends with it, is closed for its peers too."""
         self._epoll.close()
-        for sock in (self._listener, self._control, *(connection.sock for connection in self._connections)):
+        for sock in (self._listener, self._control, *(connection.sock for connection in self._connections.values())):
             sock.close()
 
     # ------------------------------------------------------------------ connections
@@ -296,8 +277,7 @@ class Server:
             except OSError as error:
                 hint = "; raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
                 self._tell(f"connections can't be accepted: {error.strerror or error}{hint}")
-                self._unregister(self._listener)
-                self._accept_again = self._now + ACCEPT_AGAIN_S
+                self._epoll.modify(self._listener, 0)  # until the next look-up
                 return
             if len(self._strangers) >= MAX_STRANGERS + self._world_size:
                 oldest = next(iter(self._strangers))
@@ -305,16 +285,13 @@ class Server:
                 self._drop(oldest, "it did not say who it is")
             sock.setblocking(False)
             connection = _Connection(sock, address[0], self._now + HELLO_WITHIN_S)
-            self._connections.add(connection)
+            self._connections[sock.fileno()] = connection
             self._strangers[connection] = None
-            self._register(sock, connection)
+            self._epoll.register(sock, select.EPOLLIN)
             greeting = _protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, connection.nonce)
             self._send(connection, _protocol.encode(greeting))
 
     def _read(self, connection: _Connection) -> None:
-        if connection.ending:
-            self._drop(connection, connection.ending)
-            return
         try:
             data = connection.sock.recv(READ_BYTES)
         except BlockingIOError:
@@ -329,9 +306,11 @@ class Server:
             for message in connection.decoder.feed(data):
                 if type(message) is _protocol.Vote:
                     self._vote(connection, message)
-                elif not self._handle(connection, message):
-                    return
-        except HandshakeProtocolError as error:
+                    continue
+                self._handle(connection, message)
+                if connection.sock.fileno() < 0:
+                    return  # it was dropped
+        except HandshakeError as error:
             if connection.voter is None:
                 # Once for each peer: it may never send the same twice.
                 self._tell(f"a connection from {connection.peer} was closed: {error}", connection.peer)
@@ -339,68 +318,59 @@ class Server:
                 self._send(connection, _protocol.encode(_protocol.Goodbye(f"protocol error: {error}")))
             self._drop(connection, f"it broke the protocol: {error}")
 
-    def _handle(self, connection: _Connection, message: _protocol.Message) -> bool:
-        """Handles a message other than a vote. Returns whether the connection is still there."""
+    def _handle(self, connection: _Connection, message: _protocol.Message) -> None:
+        """Handles a message other than a vote."""
+        rank = connection.facts.get("rank", 0)
         if isinstance(message, _protocol.Hello):
-            return self._hello(connection, message)
-        rank = connection.facts["rank"]
-        if isinstance(message, _protocol.Group):
+            self._hello(connection, message)
+        elif isinstance(message, _protocol.Group):
             if message.number in connection.lines or len(connection.lines) >= _protocol.MAX_GROUPS_PER_RANK:
                 raise HandshakeProtocolError(f"group number {message.number} can't be declared")
-            try:
-                group = as_process_group_id(message)
-            except HandshakeError as error:
-                raise HandshakeProtocolError(str(error)) from error
+            group = as_process_group_id(message)
             if rank not in group:
                 raise HandshakeProtocolError(f"rank {rank} is not in the group that it declares, {group!r}")
             connection.lines[message.number] = self._consensus.line(group)
-        elif isinstance(message, _protocol.Extra):
-            extra = self._extras.get(message.extra)
-            if extra is not None:
-                self._reply(message.extra, extra.take(rank, *message[1:], self._now))
+        elif isinstance(message, _protocol.Extra) and message.extra in self._extras:
+            self._reply(message.extra, self._extras[message.extra].take(rank, *message[1:], self._now))
         elif isinstance(message, _protocol.Goodbye):
             self._drop(connection, message.reason)
-            return False
-        return True
 
-    def _hello(self, connection: _Connection, hello: _protocol.Hello) -> bool:
-        refusal = _printable(self._refusal(connection, hello))
-        rank = connection.facts.get("rank")
-        if refusal:
+    def _hello(self, connection: _Connection, hello: _protocol.Hello) -> None:
+        try:
+            facts = connection.facts = _protocol.read_facts(hello.facts)
+        except (ValueError, RecursionError) as error:
+            raise HandshakeProtocolError(f"a hello that is not a JSON object: {error}") from error
+        rank: Any = facts.get("rank")
+        voter = self._consensus.voter(rank) if type(rank) is int and 0 <= rank < self._world_size else None
+        refusal = _printable(self._refusal(connection, hello, voter))
+        if refusal or voter is None:
             self._tell(f"a connection from {connection.peer} was refused: {refusal}")
-            if type(rank) is int and 0 <= rank < self._world_size and rank not in self._of_rank:
+            if voter is not None and rank not in self._of_rank:
                 # Those who wait for this rank are told.
-                self._consensus.voter(rank).label = f"{connection.label}, which was refused: {refusal}"
+                voter.label = f"{connection.label}, which was refused: {refusal}"
             self._send(connection, _protocol.encode(_protocol.Refused(refusal)))
             self._drop(connection, refusal)
-            return False
-        voter = connection.voter = self._consensus.voter(int(connection.facts["rank"]))
-        timeout_s = connection.facts.get("timeout_s")
+            return
+        timeout_s = facts.get("timeout_s")
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
             voter.timeout_s = float(timeout_s)
         voter.label = connection.label
+        connection.voter = voter
         connection.decoder.kinds = _protocol.FROM_RANK
         connection.decoder.world_size = self._world_size
-        self._strangers.pop(connection, None)
-        self._of_rank[voter.ranks[0]] = connection
-        self._consensus.rejoin_rank(voter.ranks[0])
+        del self._strangers[connection]
+        self._of_rank[rank] = connection
+        self._consensus.rejoin_rank(rank)
         # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
-        folder = self._config.debug if self._wants_reports else ""
-        about = {**self._config.facts, "debug": folder if self._config.debug else None}
-        self._send(connection, _protocol.encode(_protocol.Welcome(about)))
-        if rank == self._rank:
-            while self._unread_messages:
-                self._send(connection, _protocol.encode(_protocol.Notice(self._unread_messages.pop(0))))
-        return True
+        debug = self._config.debug if _protocol.REPORTS in self._extras else "" if self._config.debug else None
+        self._send(connection, _protocol.encode(_protocol.Welcome({**self._config.facts, "debug": debug})))
+        self._send_unread()
 
-    def _refusal(self, connection: _Connection, hello: _protocol.Hello) -> str:
-        ours = self._config.facts
-        us = f"the coordinator (rank {self._rank}, {ours.get('host', '?')}:{ours.get('pid', '?')})"
-        try:
-            theirs = connection.facts = _protocol.read_facts(hello.facts)
-        except (ValueError, RecursionError) as error:
-            raise HandshakeProtocolError(f"a hello that is not a JSON object: {error}") from error
+    def _refusal(self, connection: _Connection, hello: _protocol.Hello, voter: Voter | None) -> str:
+        """Why a rank is not let in; empty if it is."""
+        ours, theirs = self._config.facts, connection.facts
         rank = theirs.get("rank")
+        us = f"the coordinator (rank {self._rank}, {ours.get('host', '?')}:{ours.get('pid', '?')})"
         them = f"rank {rank} ({connection.label})"
         expected = _protocol.proof(self._config.secret.encode(), connection.nonce, hello.facts)
         if not hmac.compare_digest(hello.proof, expected):
@@ -408,7 +378,7 @@ class Server:
                 f"{them} does not know the secret of {us}: it belongs to another job, or "
                 f"TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
             )
-        if type(rank) is not int or not 0 <= rank < self._world_size:
+        if voter is None:
             return f"{them} is outside the world of {self._world_size} ranks of {us}"
         for fact, what_to_do in FACTS_THAT_MUST_AGREE.items():
             mine, other = ours.get(fact), theirs.get(fact)
@@ -423,11 +393,10 @@ class Server:
         return ""
 
     def _drop(self, connection: _Connection, reason: str) -> None:
-        if connection not in self._connections:
-            return
-        self._connections.discard(connection)
+        if self._connections.pop(connection.sock.fileno(), None) is None:
+            return  # it was dropped before: a closed socket has no descriptor
         self._strangers.pop(connection, None)
-        self._unregister(connection.sock)
+        self._epoll.unregister(connection.sock)
         connection.sock.close()
         if connection.voter is not None:
             rank = connection.voter.ranks[0]
@@ -440,21 +409,17 @@ class Server:
 
     def _vote(self, connection: _Connection, vote: _protocol.Vote) -> None:
         number, flags, digest, spans = vote
-        lines = connection.lines
+        lines, numbers = connection.lines, iter(spans)  # group, start, how many, and so on
         try:
-            places = [
-                (lines[spans[i]], (spans[i + 1], spans[i + 1] + spans[i + 2])) for i in range(0, len(spans), 3)
-            ]
+            places = [(lines[group], (start := next(numbers), start + next(numbers))) for group in numbers]
         except KeyError as error:
             raise HandshakeProtocolError(f"a vote on group number {error}, which was never declared") from None
         if len(places) > 1 and len(dict(places)) < len(places):
             raise HandshakeProtocolError("a vote that names a group twice")
-        request = (connection, number, flags)
         voter: Any = connection.voter
+        partial = flags & _protocol.PARTIAL != 0
         try:
-            decisions = self._consensus.cast(
-                voter, places, digest, request, self._now, bool(flags & _protocol.PARTIAL)
-            )
+            decisions = self._consensus.cast(voter, places, digest, (connection, number, vote), self._now, partial)
         except HandshakeProtocolError as error:
             facts = _protocol.detail_facts(str(error), error.ranks, error.group, error.span)
             detail = _protocol.encode(_protocol.Detail(number, facts))
@@ -463,44 +428,34 @@ class Server:
         if decisions:
             self._answer(decisions)
 
-    def _answer(self, decisions: Iterable[Decision]) -> None:
+    def _answer(self, decisions: list[Decision]) -> None:
         """Sends what was decided in one step; what extras want ranks to have goes ahead of that."""
-        if self._wants_reports:
-            self._reply_about(_protocol.REPORTS, decisions)
         plans = [decision for decision in decisions if decision.plan]
         flags = _protocol.PLAN if plans and self._load(_protocol.PLANS) else 0
-        if flags:
-            self._reply_about(_protocol.PLANS, plans)
+        for extra in self._extras:
+            votes = [_settled(decision) for decision in (plans if extra == _protocol.PLANS else decisions)]
+            if votes:
+                self._reply(extra, self._extras[extra].settled(votes, self._now))
+        finding, outcome, facts = self._told
         for decision in decisions:
             connection, number, _ = decision.request
-            finding = decision.finding
-            if finding.outcome is Outcome.FAT:
-                self._send(connection, _protocol.encode_verdict(number, _protocol.FAT))
-                continue
-            if self._detail[0] is not finding:  # thousands of ranks may be told the same
-                self._detail = (finding, _protocol.detail_facts(*finding[1:]))
-            outcome = _OUTCOMES.index(finding.outcome) + 1
+            if decision.finding is not finding:  # thousands of ranks may be told the same
+                finding = decision.finding
+                outcome = _OUTCOMES.index(finding.outcome) + 1
+                facts = b"" if outcome == _protocol.FAT else _protocol.detail_facts(*finding[1:])
+                self._told = finding, outcome, facts
             verdict = _protocol.encode_verdict(number, outcome, flags if decision.plan else 0)
-            self._send(connection, _protocol.encode(_protocol.Detail(number, self._detail[1])) + verdict)
-
-    def _reply_about(self, extra: int, decisions: Iterable[Decision]) -> None:
-        votes = []
-        for decision in decisions:
-            _, number, flags = decision.request
-            spans = [(line, *span) for line, span in decision.places]
-            outcome, reason, digest = decision.outcome, decision.reason, bytes(decision.fingerprint)  # type: ignore[arg-type]
-            votes.append(Settled(decision.rank, number, flags, digest, spans, outcome, reason))
-        self._reply(extra, self._extras[extra].settled(votes, self._now))
+            if facts:
+                verdict = _protocol.encode(_protocol.Detail(number, facts)) + verdict
+            self._send(connection, verdict)
 
     def _reply(self, extra: int, replies: Iterable[Reply]) -> None:
         for rank, number, step, payload in replies:
-            connection = self._of_rank.get(rank)
-            if connection is None:
-                continue
+            message: _protocol.Message = _protocol.Extra(extra, number, step, payload)
             if step == LOG:
-                self._send(connection, _protocol.encode(_protocol.Notice(payload.decode("utf-8", "replace"))))
-            else:
-                self._send(connection, _protocol.encode(_protocol.Extra(extra, number, step, payload)))
+                message = _protocol.Notice(payload.decode("utf-8", "replace"))
+            if rank in self._of_rank:
+                self._send(self._of_rank[rank], _protocol.encode(message))
 
     def _load(self, extra: int) -> bool:
         """Whether there is this extra; its absence is said once."""
@@ -509,13 +464,12 @@ class Server:
             module = find_extra(name)
             if module is None:
                 self._tell(f"there are no {what} on splits: {name}.py is not beside the handshake's files")
-                return False
-            if extra == _protocol.PLANS:
+            elif extra == _protocol.PLANS:
                 self._extras[extra] = module.Rounds(self._timeout_s)
             else:
-                command = child_command(name)
-                self._extras[extra] = module.Reports(self._config.debug, self._facts_of, self._rank, command)
-        return True
+                folder, command = self._config.debug, child_command(name)
+                self._extras[extra] = module.Reports(folder, self._facts_of, self._rank, command)
+        return extra in self._extras
 
     def _facts_of(self, rank: int) -> dict[str, Any]:
         return self._of_rank[rank].facts if rank in self._of_rank else {}
@@ -523,53 +477,41 @@ class Server:
     def _tell(self, text: str, once_for: str = "") -> None:
         """Has it logged on the coordinator rank, in that rank's own process, unless it, or another text for the same
         `once_for`, was before."""
-        if (once_for or text) in self._messages or len(self._messages) >= MAX_MESSAGES:
-            return
-        self._messages.add(once_for or text)
-        if self._rank in self._of_rank:
-            self._send(self._of_rank[self._rank], _protocol.encode(_protocol.Notice(f"coordinator: {text}")))
-        else:
-            self._unread_messages.append(f"coordinator: {text}")
+        if (once_for or text) not in self._messages and len(self._messages) < MAX_MESSAGES:
+            self._messages.add(once_for or text)
+            self._unread.append(f"coordinator: {text}")
+            self._send_unread()
+
+    def _send_unread(self) -> None:
+        while self._unread and self._rank in self._of_rank:
+            self._send(self._of_rank[self._rank], _protocol.encode(_protocol.Notice(self._unread.pop(0))))
 
     def _send(self, connection: _Connection, data: bytes) -> None:
-        sent = 0
-        if connection.ending:
-            return
         if not connection.unsent:
             try:
                 sent = connection.sock.send(data)
             except BlockingIOError:
-                pass
+                sent = 0
             except OSError:
                 return  # it was dropped, or the next read finds it broken and drops it with the reason
             if sent == len(data):
                 return
+            data = data[sent:]
             self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT)
-        connection.unsent.append(memoryview(data)[sent:])
-        connection.unsent_bytes += len(data) - sent + UNSENT_FRAME_BYTES
-        if connection.unsent_bytes > MAX_UNSENT_BYTES:
-            # The next read drops it: that answers other votes, and the caller may be in the middle of answering some.
-            connection.ending = "it does not read what is sent to it"
-            with contextlib.suppress(OSError):  # it may be gone already
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        # To drop it answers other votes, and the caller may be in the middle of answering some: that is done later.
+        if len(connection.unsent) + len(data) > MAX_UNSENT_BYTES:
+            self._stuck.add(connection)
+        if connection not in self._stuck:
+            connection.unsent += data
 
     def _flush(self, connection: _Connection) -> None:
-        unsent = connection.unsent
         try:
-            while unsent and connection in self._connections:
-                sent = connection.sock.send(unsent[0])
-                connection.unsent_bytes -= sent
-                if sent < len(unsent[0]):
-                    unsent[0] = unsent[0][sent:]
-                    return
-                connection.unsent_bytes -= UNSENT_FRAME_BYTES
-                unsent.popleft()
+            del connection.unsent[: connection.sock.send(connection.unsent)]
         except BlockingIOError:
             return
         except OSError:
-            unsent.clear()  # the next read finds it broken
-            connection.unsent_bytes = 0
-        if connection in self._connections:
+            connection.unsent.clear()  # the next read finds it broken
+        if not connection.unsent:
             self._epoll.modify(connection.sock, select.EPOLLIN)
 
 
@@ -607,10 +549,10 @@ class Coordinator:
                     "makes every handshake slower while this process is busy",
                     error,
                 )
-                self.close()
-                self._process = None
-                theirs.close()
-                self._control, theirs = socket.socketpair()
+            theirs.close()
+            self.close()
+            self._process = None
+            self._control, theirs = socket.socketpair()
         self._server = Server(listener, theirs, config, None)
         self._thread = threading.Thread(target=self._server.run, name="handshake-coordinator", daemon=True)
         self._thread.start()
@@ -635,11 +577,9 @@ class Coordinator:
 
     def close(self) -> None:
         """Ends it and waits for its end. Idempotent."""
-        try:
+        with contextlib.suppress(OSError):
             # Not only closed: a process that was forked from this one may hold the descriptor too.
             self._control.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._control.close()
         if self._process is not None:
             try:
@@ -666,18 +606,14 @@ def main(arguments: list[str]) -> None:
     # The rank decides when its coordinator ends: a Ctrl-C or a scheduler's SIGTERM reaches the rank too.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    try:
+    with contextlib.suppress(OSError, ValueError):  # the limit stays; running out of descriptors is logged
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    except (OSError, ValueError):
-        pass  # the limit stays; running out of descriptors is logged when it happens
     listener, control = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
-    line = b""
     try:
-        while not line.endswith(b"\n"):
-            data = control.recv(READ_BYTES)
-            if not data:
-                return
-            line += data
+        with control.makefile("rb") as lines:
+            line = lines.readline()
+        if not line.endswith(b"\n"):
+            return
         server = Server(listener, control, Config(**json.loads(line)), int(arguments[2]))
         control.sendall(b"R")
     except ConnectionError:

@@ -306,7 +306,7 @@ class FailingListener:
 
 
 def test_running_out_of_descriptors_is_said_and_ranks_are_let_in_when_there_are_some(monkeypatch):
-    monkeypatch.setattr(_coordinator, "ACCEPT_AGAIN_S", 0.001)
+    monkeypatch.setattr(_coordinator, "LOOK_UP_S", 0.001)
     told = notice("connections can't be accepted: Too many open files; raise `ulimit -n`")
     with Serving(listener=FailingListener([errno.EMFILE] * 5)) as serving:
         one, _ = serving.rank(1)
@@ -321,8 +321,8 @@ def test_the_goodbyes_to_ranks_that_read_nothing_are_waited_for_together(monkeyp
     with Serving(world_size=ranks) as serving:
         for rank in range(ranks):
             serving.rank(rank)
-        for connection in serving.server._connections:
-            connection.unsent.append(memoryview(bytes(2**24)))  # more than a socket's buffers hold
+        for connection in serving.server._connections.values():
+            connection.unsent += bytes(2**24)  # more than a socket's buffers hold
         serving.control.close()
         serving.thread.join(PATIENCE_S)
         assert not serving.thread.is_alive()
@@ -333,11 +333,52 @@ def test_a_rank_that_reads_nothing_is_dropped_though_nothing_else_happens(monkey
         zero, _ = serving.rank(0)
         one, _ = serving.rank(1, timeout_s=0.05)
         monkeypatch.setattr(_coordinator, "MAX_UNSENT_BYTES", 1)
-        serving.server._of_rank[1].unsent.append(memoryview(b"x"))  # whatever is sent to it now is too much
+        serving.server._of_rank[1].unsent += b"x"  # whatever is sent to it now is too much
         vote = _protocol.encode_vote(1, 0, bytes(16), [0, 0, 1])
         zero.send(_protocol.Group(0, (0, 2)), vote)  # waits for long
         one.send(_protocol.Group(0, PAIR), vote)
         assert one.receive() is None, "the answer, that its time is up, was too much"
+
+
+def test_who_does_not_say_who_it_is_is_closed_and_ranks_are_not(monkeypatch):
+    monkeypatch.setattr(_coordinator, "LOOK_UP_S", 0.01)
+    with Serving() as serving:
+        one, _ = serving.rank(1)
+        monkeypatch.setattr(_coordinator, "HELLO_WITHIN_S", 0.0)
+        stranger = serving.peer()
+        assert isinstance(stranger.receive(), _protocol.Greeting)
+        assert stranger.receive() is None
+        assert serving.end(one) == [[ENDED]]
+
+
+class Echo:
+    """An extra that sends back what it is sent, many times."""
+
+    def take(self, rank, number, step, payload, now):
+        return [(rank, number, repetition, payload) for repetition in range(1, 17)]
+
+    def drop_rank(self, rank, now):
+        return []
+
+    def next_deadline(self):
+        return None
+
+    def close(self):
+        return []
+
+
+def test_a_rank_that_reads_late_gets_all_whole_and_in_order():
+    """More than a socket's buffers hold; meanwhile the others vote."""
+    with Serving() as serving:
+        serving.server._extras[_protocol.PLANS] = Echo()
+        (zero, _), (one, _) = serving.rank(0), serving.rank(1)
+        payload = random.Random(1).randbytes(2**20)
+        one.send(_protocol.Extra(_protocol.PLANS, 7, 0, payload))
+        until(lambda: serving.server._of_rank[1].unsent, "a frame that does not fit")
+        zero.send(_protocol.Group(0, (0,)), _protocol.encode_vote(1, 0, bytes(16), [0, 0, 1]))
+        assert zero.receive() == _protocol.Verdict(1, _protocol.FAT)
+        for repetition in range(1, 17):
+            assert one.receive() == _protocol.Extra(_protocol.PLANS, 7, repetition, payload)
 
 
 @needs_proc
