@@ -13,11 +13,9 @@ wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` 
 import contextlib
 import errno
 import hmac
-import importlib
 import importlib.util
 import json
 import logging
-import math
 import os
 import resource
 import select
@@ -33,34 +31,28 @@ from typing import Any, NamedTuple
 
 if __package__:
     from . import _protocol
-    from ._consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
+    from ._consensus import Decision, Line, Outcome, _CollectiveHandshakeConsensus
     from ._vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 else:
     import _protocol
-    from _consensus import Decision, Line, Outcome, Voter, _CollectiveHandshakeConsensus
+    from _consensus import Decision, Line, Outcome, _CollectiveHandshakeConsensus
     from _vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 
 logger = logging.getLogger("torch_tpu.handshake")
 
-# A connection that has not said who it is by then is closed.
-HELLO_WITHIN_S = 10.0
-# Connections that have not said who they are: all the world's ranks may come at once, and so many more. Then the
-# oldest makes room: a rank's hello follows within milliseconds, and a rank that was closed tries again.
+HELLO_WITHIN_S = 10.0  # a connection that has not said who it is by then is closed
+# So many more than the world has ranks, which may come at once. Then the oldest makes room: a rank's hello follows
+# within milliseconds, and a rank that was closed tries again.
 MAX_STRANGERS = 64
-# Connections that are accepted in one turn of the loop: whoever connects without end must not stop the votes.
-ACCEPTS_A_TURN = 16
-# What may wait to be sent to one rank: a plan's payload, and small messages. A rank that reads nothing is dropped.
-MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES
-# Bytes that one read takes; a vote on one group is 42.
-READ_BYTES = 4096
+ACCEPTS_A_TURN = 16  # of the loop: whoever connects without end must not stop the votes
+MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES  # to one rank, which is dropped then: it reads nothing
+READ_BYTES = 4096  # one read; a vote on one group is 42
 # How often it looks whether the parent lives (it may die while a process that it forked holds the control channel),
 # whether strangers are overdue, and, after running out of descriptors, whether connections can be accepted again.
 LOOK_UP_S = 0.5
-# What the last bytes (goodbyes) may take, to all ranks together.
-CLOSE_WITHIN_S = 1.0
-# Messages for the coordinator rank's log: so many different ones in a job, each once. Strangers can cause some.
-MAX_MESSAGES = 256
-# All ranks must have the same of these. And what to look at where one has not.
+CLOSE_WITHIN_S = 1.0  # for the last bytes (goodbyes), to all ranks together
+MAX_MESSAGES = 256  # for the coordinator rank's log, each once; strangers can cause some
+# What all ranks must have the same of, and what to do where one has not.
 FACTS_THAT_MUST_AGREE = {
     "world_size": "Start all ranks with the same world size",
     "session": (
@@ -70,8 +62,7 @@ FACTS_THAT_MUST_AGREE = {
     "stage": "Set TORCH_TPU_INTERNAL_HANDSHAKE_STAGE to the same on all ranks",
     "groups": "Set TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS to the same on all ranks",
     "on_timeout": "Set TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT to the same on all ranks",
-    "torch": "Install the same version on all ranks",
-    "torch_tpu": "Install the same version on all ranks",
+    **dict.fromkeys(("torch", "torch_tpu"), "Install the same version on all ranks"),
 }
 
 _BOOTSTRAP = (
@@ -82,7 +73,7 @@ _BOOTSTRAP = (
     "sys.exit(importlib.import_module(package.__name__ + '.' + sys.argv[2]).main(sys.argv[3:]))"
 )
 _EXTRA_FILES = {_protocol.PLANS: ("_graph_plan", "plans"), _protocol.REPORTS: ("_graph_report", "reports")}
-_OUTCOMES = [Outcome.FAT, Outcome.SPLIT, Outcome.TIMEOUT, Outcome.PEER_LOST]  # by their number on the wire, less one
+_OUTCOMES = [None, *Outcome]  # by their number on the wire
 
 
 def find_extra(name: str) -> Any:
@@ -93,12 +84,6 @@ def find_extra(name: str) -> Any:
 
 def _printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())
-
-
-def _due(timed: Any) -> float:
-    """When the machine, or an extra, wants to be told the time."""
-    deadline = timed.next_deadline()
-    return math.inf if deadline is None else float(deadline)
 
 
 class Config(NamedTuple):
@@ -119,16 +104,15 @@ class Settled(NamedTuple):
     spans: list[tuple[Line, int, int]]
     outcome: Outcome
     reason: str
+    has_graph: bool
 
-    @property
-    def has_graph(self) -> bool:
-        return bool(self.flags & _protocol.HAS_GRAPH)
-
-
-def _settled(decision: Decision) -> Settled:
-    _, number, (_, flags, digest, _) = decision.request
-    spans = [(line, *span) for line, span in decision.places]
-    return Settled(decision.rank, number, flags, digest, spans, decision.outcome, decision.reason)
+    @classmethod
+    def of(cls, decision: Decision) -> "Settled":
+        _, number, flags = decision.request
+        digest: Any = decision.fingerprint
+        spans = [(line, *span) for line, span in decision.places]
+        has_graph = flags & _protocol.HAS_GRAPH != 0
+        return cls(decision.rank, number, flags, digest, spans, decision.outcome, decision.reason, has_graph)
 
 
 # What an extra wants a rank to be sent: rank, number of the vote that it is about, step, payload. At step LOG the
@@ -151,13 +135,9 @@ class _Connection:
     decoder: _protocol.Decoder = field(default_factory=lambda: _protocol.Decoder(_protocol.FROM_STRANGER))
     unsent: bytearray = field(default_factory=bytearray)
     facts: dict[str, Any] = field(default_factory=dict)
-    voter: Voter | None = None  # once it has said who it is
+    label: str = "?"  # who it says it is, for logs
+    voter: Any = None  # once it is let in, its `Voter`
     lines: dict[int, Line] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """Who it says it is, for logs; perhaps a stranger's words."""
-        return shorten(_printable(f"{self.facts.get('host', '?')}:{self.facts.get('pid', '?')}"))
 
 
 class Server:
@@ -176,9 +156,8 @@ class Server:
         self._consensus = _CollectiveHandshakeConsensus(self._world_size, self._timeout_s)
         # Not `selectors`: its own Python costs more for each vote than the machine's.
         self._epoll = select.epoll()
-        self._connections: dict[int, _Connection] = {}  # by descriptor
-        self._strangers: dict[_Connection, None] = {}  # the oldest first
-        self._of_rank: dict[int, _Connection] = {}
+        self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
+        self._of_rank: dict[int, _Connection] = {}  # those that have said who they are; the others are strangers
         self._stuck: set[_Connection] = set()  # to be dropped at the end of this turn, as they read nothing
         self._now = self._look_up_at = 0.0
         self._messages: set[str] = set()  # for the coordinator rank's log
@@ -198,14 +177,9 @@ class Server:
         for descriptor in (listening, ending):
             self._epoll.register(descriptor, select.EPOLLIN)
         reason = f"rank {self._rank}, which coordinates, closed the handshake or exited"
+        deadline = 0.0
         try:
-            while self._parent in (None, os.getppid()):
-                deadline = self._next_deadline()
-                if deadline <= self._now:
-                    self._look_at_the_clock()
-                    deadline = self._next_deadline()
-                while self._stuck:
-                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
+            while True:
                 events = self._epoll.poll(max(0.0, deadline - self._now))
                 self._now = time.monotonic()
                 for descriptor, mask in events:
@@ -213,35 +187,42 @@ class Server:
                     if connection is not None:
                         if mask & select.EPOLLOUT:
                             self._flush(connection)
-                        if mask != select.EPOLLOUT:
-                            self._read(connection)
+                        self._read(connection)
                     elif descriptor == listening:
                         self._accept()
                     elif descriptor == ending:
                         return
+                if deadline <= self._now:
+                    if self._parent not in (None, os.getppid()):
+                        return
+                    self._look_at_the_clock()
+                while self._stuck:
+                    self._drop(self._stuck.pop(), "it does not read what is sent to it")
+                deadline = self._look_up_at
+                for timed in (self._consensus, *self._extras.values()):
+                    due = timed.next_deadline()
+                    if due is not None and due < deadline:
+                        deadline = due
         except Exception as error:
             reason = f"the coordinator failed: {type(error).__name__}: {error}"
             logger.critical("handshake: %s", reason, exc_info=True)
         finally:
             self._close(reason)
 
-    def _next_deadline(self) -> float:
-        """When something is to be done though nothing arrives."""
-        return min(self._look_up_at, _due(self._consensus), *map(_due, self._extras.values()))
-
     def _look_at_the_clock(self) -> None:
         now = self._now
-        if _due(self._consensus) <= now:
-            self._answer(self._consensus.expire(now))
-            for vote, text in self._consensus.notices(now):
-                self._send(vote.request[0], _protocol.encode(_protocol.Notice(f"rank {vote.rank} still waits: {text}")))
+        self._answer(self._consensus.expire(now))
+        for vote, text in self._consensus.notices(now):
+            self._send(vote.request[0], _protocol.encode(_protocol.Notice(f"rank {vote.rank} still waits: {text}")))
         for number, extra in self._extras.items():
-            if _due(extra) <= now:
+            due = extra.next_deadline()
+            if due is not None and due <= now:
                 self._reply(number, extra.tick(now))
         if self._look_up_at <= now:
             self._look_up_at = now + LOOK_UP_S
-            for connection in [connection for connection in self._strangers if connection.hello_by <= now]:
-                self._drop(connection, "it did not say who it is")
+            for connection in list(self._connections.values()):
+                if connection.voter is None and connection.hello_by <= now:
+                    self._drop(connection, "it did not say who it is")
             self._epoll.modify(self._listener, select.EPOLLIN)
 
     def _close(self, reason: str) -> None:
@@ -279,14 +260,13 @@ class Server:
                 self._tell(f"connections can't be accepted: {error.strerror or error}{hint}")
                 self._epoll.modify(self._listener, 0)  # until the next look-up
                 return
-            if len(self._strangers) >= MAX_STRANGERS + self._world_size:
-                oldest = next(iter(self._strangers))
+            if len(self._connections) - len(self._of_rank) >= MAX_STRANGERS + self._world_size:
+                oldest = next(one for one in self._connections.values() if one.voter is None)
                 self._tell(f"many connections say nothing; the oldest, from {oldest.peer}, was closed to make room")
                 self._drop(oldest, "it did not say who it is")
             sock.setblocking(False)
             connection = _Connection(sock, address[0], self._now + HELLO_WITHIN_S)
             self._connections[sock.fileno()] = connection
-            self._strangers[connection] = None
             self._epoll.register(sock, select.EPOLLIN)
             greeting = _protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, connection.nonce)
             self._send(connection, _protocol.encode(greeting))
@@ -306,10 +286,9 @@ class Server:
             for message in connection.decoder.feed(data):
                 if type(message) is _protocol.Vote:
                     self._vote(connection, message)
-                    continue
-                self._handle(connection, message)
-                if connection.sock.fileno() < 0:
-                    return  # it was dropped
+                elif reason := self._handle(connection, message):
+                    self._drop(connection, reason)
+                    return
         except HandshakeError as error:
             if connection.voter is None:
                 # Once for each peer: it may never send the same twice.
@@ -318,12 +297,12 @@ class Server:
                 self._send(connection, _protocol.encode(_protocol.Goodbye(f"protocol error: {error}")))
             self._drop(connection, f"it broke the protocol: {error}")
 
-    def _handle(self, connection: _Connection, message: _protocol.Message) -> None:
-        """Handles a message other than a vote."""
-        rank = connection.facts.get("rank", 0)
+    def _handle(self, connection: _Connection, message: _protocol.Message) -> str:
+        """Handles a message other than a vote. Returns why the connection ends, if it does."""
         if isinstance(message, _protocol.Hello):
-            self._hello(connection, message)
-        elif isinstance(message, _protocol.Group):
+            return self._hello(connection, message)
+        rank = connection.facts["rank"]
+        if isinstance(message, _protocol.Group):
             if message.number in connection.lines or len(connection.lines) >= _protocol.MAX_GROUPS_PER_RANK:
                 raise HandshakeProtocolError(f"group number {message.number} can't be declared")
             group = as_process_group_id(message)
@@ -333,69 +312,62 @@ class Server:
         elif isinstance(message, _protocol.Extra) and message.extra in self._extras:
             self._reply(message.extra, self._extras[message.extra].take(rank, *message[1:], self._now))
         elif isinstance(message, _protocol.Goodbye):
-            self._drop(connection, message.reason)
+            return message.reason or "it said goodbye"
+        return ""
 
-    def _hello(self, connection: _Connection, hello: _protocol.Hello) -> None:
+    def _hello(self, connection: _Connection, hello: _protocol.Hello) -> str:
+        """Lets a rank in, or returns why not."""
         try:
             facts = connection.facts = _protocol.read_facts(hello.facts)
         except (ValueError, RecursionError) as error:
             raise HandshakeProtocolError(f"a hello that is not a JSON object: {error}") from error
+        connection.label = shorten(_printable(f"{facts.get('host', '?')}:{facts.get('pid', '?')}"))
         rank: Any = facts.get("rank")
-        voter = self._consensus.voter(rank) if type(rank) is int and 0 <= rank < self._world_size else None
-        refusal = _printable(self._refusal(connection, hello, voter))
-        if refusal or voter is None:
+        is_in_world = type(rank) is int and 0 <= rank < self._world_size
+        refusal = _printable(self._refusal(connection, hello, is_in_world))
+        if refusal:
             self._tell(f"a connection from {connection.peer} was refused: {refusal}")
-            if voter is not None and rank not in self._of_rank:
-                # Those who wait for this rank are told.
-                voter.label = f"{connection.label}, which was refused: {refusal}"
+            if is_in_world and rank not in self._of_rank:  # those who wait for this rank are told
+                self._consensus.voter(rank).label = f"{connection.label}, which was refused: {refusal}"
             self._send(connection, _protocol.encode(_protocol.Refused(refusal)))
-            self._drop(connection, refusal)
-            return
-        timeout_s = facts.get("timeout_s")
+            return refusal
+        voter, timeout_s = self._consensus.voter(rank), facts.get("timeout_s")
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
             voter.timeout_s = float(timeout_s)
-        voter.label = connection.label
-        connection.voter = voter
-        connection.decoder.kinds = _protocol.FROM_RANK
-        connection.decoder.world_size = self._world_size
-        del self._strangers[connection]
+        voter.label, connection.voter = connection.label, voter
+        connection.decoder.kinds, connection.decoder.world_size = _protocol.FROM_RANK, self._world_size
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
         # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
         debug = self._config.debug if _protocol.REPORTS in self._extras else "" if self._config.debug else None
         self._send(connection, _protocol.encode(_protocol.Welcome({**self._config.facts, "debug": debug})))
         self._send_unread()
+        return ""
 
-    def _refusal(self, connection: _Connection, hello: _protocol.Hello, voter: Voter | None) -> str:
-        """Why a rank is not let in; empty if it is."""
+    def _refusal(self, connection: _Connection, hello: _protocol.Hello, is_in_world: bool) -> str:
         ours, theirs = self._config.facts, connection.facts
         rank = theirs.get("rank")
         us = f"the coordinator (rank {self._rank}, {ours.get('host', '?')}:{ours.get('pid', '?')})"
         them = f"rank {rank} ({connection.label})"
         expected = _protocol.proof(self._config.secret.encode(), connection.nonce, hello.facts)
         if not hmac.compare_digest(hello.proof, expected):
-            return (
-                f"{them} does not know the secret of {us}: it belongs to another job, or "
-                f"TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
-            )
-        if voter is None:
+            why = "it belongs to another job, or TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
+            return f"{them} does not know the secret of {us}: {why}"
+        if not is_in_world:
             return f"{them} is outside the world of {self._world_size} ranks of {us}"
         for fact, what_to_do in FACTS_THAT_MUST_AGREE.items():
             mine, other = ours.get(fact), theirs.get(fact)
             if mine != other and mine is not None and other is not None:
-                name = fact.replace("_", " ") if fact != "torch_tpu" else fact
+                name = fact if fact == "torch_tpu" else fact.replace("_", " ")
                 return f"{name} differs: {other} on {them}, {mine} on {us}. {what_to_do}"
         if rank in self._of_rank:
-            return (
-                f"two processes say that they are rank {rank}: {self._of_rank[rank].label}, which is connected, and "
-                f"{connection.label}. Give each process a RANK of its own"
-            )
+            both = f"{self._of_rank[rank].label}, which is connected, and {connection.label}"
+            return f"two processes say that they are rank {rank}: {both}. Give each process a RANK of its own"
         return ""
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         if self._connections.pop(connection.sock.fileno(), None) is None:
             return  # it was dropped before: a closed socket has no descriptor
-        self._strangers.pop(connection, None)
         self._epoll.unregister(connection.sock)
         connection.sock.close()
         if connection.voter is not None:
@@ -416,10 +388,9 @@ class Server:
             raise HandshakeProtocolError(f"a vote on group number {error}, which was never declared") from None
         if len(places) > 1 and len(dict(places)) < len(places):
             raise HandshakeProtocolError("a vote that names a group twice")
-        voter: Any = connection.voter
-        partial = flags & _protocol.PARTIAL != 0
+        request, partial = (connection, number, flags), flags & _protocol.PARTIAL != 0
         try:
-            decisions = self._consensus.cast(voter, places, digest, (connection, number, vote), self._now, partial)
+            decisions = self._consensus.cast(connection.voter, places, digest, request, self._now, partial)
         except HandshakeProtocolError as error:
             facts = _protocol.detail_facts(str(error), error.ranks, error.group, error.span)
             detail = _protocol.encode(_protocol.Detail(number, facts))
@@ -433,7 +404,7 @@ class Server:
         plans = [decision for decision in decisions if decision.plan]
         flags = _protocol.PLAN if plans and self._load(_protocol.PLANS) else 0
         for extra in self._extras:
-            votes = [_settled(decision) for decision in (plans if extra == _protocol.PLANS else decisions)]
+            votes = [Settled.of(decision) for decision in (plans if extra == _protocol.PLANS else decisions)]
             if votes:
                 self._reply(extra, self._extras[extra].settled(votes, self._now))
         finding, outcome, facts = self._told
@@ -441,7 +412,7 @@ class Server:
             connection, number, _ = decision.request
             if decision.finding is not finding:  # thousands of ranks may be told the same
                 finding = decision.finding
-                outcome = _OUTCOMES.index(finding.outcome) + 1
+                outcome = _OUTCOMES.index(finding.outcome)
                 facts = b"" if outcome == _protocol.FAT else _protocol.detail_facts(*finding[1:])
                 self._told = finding, outcome, facts
             verdict = _protocol.encode_verdict(number, outcome, flags if decision.plan else 0)
@@ -527,14 +498,13 @@ def child_command(module: str, *arguments: str) -> list[str]:
 class Coordinator:
     """A running coordinator, in a child process or in a thread of this one. `pid` is the child's, or None."""
 
-    # The child's interpreter starts in some 50 ms; a loaded host may need seconds.
-    START_WITHIN_S = 20.0
-    # A child that doesn't end on request is killed then: later than its goodbyes and its reports may take.
-    END_WITHIN_S = 5.0
+    START_WITHIN_S = 20.0  # the child's interpreter starts in some 50 ms; a loaded host may need seconds
+    END_WITHIN_S = 5.0  # then it is killed: later than its goodbyes and its reports may take
 
     def __init__(self, listener: socket.socket, config: Config, kind: str) -> None:
         """Starts it. `listener` is handed over. `kind` is "process" or "thread"; where no process can be started,
         a thread takes its place, with a warning."""
+        self.pid: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
@@ -544,11 +514,8 @@ class Coordinator:
                 self._start_process(listener, theirs, config)
                 return
             except (OSError, ValueError) as error:
-                logger.warning(
-                    "handshake: the coordinator could not be started as a process (%s); it runs as a thread, which "
-                    "makes every handshake slower while this process is busy",
-                    error,
-                )
+                slow = "it runs as a thread, which makes every handshake slower while this process is busy"
+                logger.warning("handshake: the coordinator could not be started as a process (%s); %s", error, slow)
             theirs.close()
             self.close()
             self._process = None
@@ -556,10 +523,6 @@ class Coordinator:
         self._server = Server(listener, theirs, config, None)
         self._thread = threading.Thread(target=self._server.run, name="handshake-coordinator", daemon=True)
         self._thread.start()
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     def _start_process(self, listener: socket.socket, theirs: socket.socket, config: Config) -> None:
         if not sys.executable:
@@ -573,6 +536,7 @@ class Coordinator:
         self._control.sendall(json.dumps(config._asdict()).encode() + b"\n")
         if self._control.recv(1) != b"R":
             raise OSError("the child ended before it was ready")
+        self.pid = self._process.pid
         listener.close()
 
     def close(self) -> None:
