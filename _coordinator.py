@@ -3,8 +3,8 @@
 
 It runs in a child process of the coordinator rank: a thread beside a busy Python main thread waits up to 5 ms for the
 interpreter lock at every message. The child is started isolated, and loads these files by path, since their folder may
-hold a stranger's `multiprocessing.py`. It ends when its control channel is closed or its parent dies, whichever comes
-first. Where no child can be started the same `Server` runs in a thread.
+hold a stranger's `multiprocessing.py`. It ends when its control channel is closed or its parent dies. Where no child
+can be started the same `Server` runs in a thread.
 
 What follows a split is done by *extras*, in files that may be absent: `_graph_plan.Rounds`, loaded when a plan is first
 wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` says all that the core knows of them.
@@ -186,7 +186,7 @@ class Server:
                     connection = self._connections.get(descriptor)
                     if connection is not None:
                         if mask & select.EPOLLOUT:
-                            self._flush(connection)
+                            self._send(connection)
                         self._read(connection)
                     elif descriptor == listening:
                         self._accept()
@@ -229,20 +229,18 @@ class Server:
         self._listener.close()
         for number, extra in self._extras.items():
             self._reply(number, extra.close())
-        self._epoll.close()
         until = time.monotonic() + CLOSE_WITHIN_S
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.sock.settimeout(max(0.0, until - time.monotonic()))
                 connection.sock.sendall(connection.unsent + _protocol.encode(_protocol.Goodbye(reason)))
-            connection.sock.close()
         for text in self._unread:
             logger.warning("handshake: %s", text)
-        self._control.close()
+        self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child, where no thread runs it: lets go of all descriptors, so that what the parent closes, or
-        what ends with it, is closed for its peers too."""
+        """Lets go of all descriptors. Also in a forked child, where no thread runs it: what the parent closes, or what
+        ends with it, is closed for its peers only then."""
         self._epoll.close()
         for sock in (self._listener, self._control, *(connection.sock for connection in self._connections.values())):
             sock.close()
@@ -277,21 +275,17 @@ class Server:
         except BlockingIOError:
             return
         except OSError as error:
-            self._drop(connection, f"its connection broke: {error.strerror or error}")
-            return
+            return self._drop(connection, f"its connection broke: {error.strerror or error}")
         if not data:
-            self._drop(connection, "its process exited, or its host is gone")
-            return
+            return self._drop(connection, "its process exited, or its host is gone")
         try:
             for message in connection.decoder.feed(data):
                 if type(message) is _protocol.Vote:
                     self._vote(connection, message)
                 elif reason := self._handle(connection, message):
-                    self._drop(connection, reason)
-                    return
+                    return self._drop(connection, reason)
         except HandshakeError as error:
-            if connection.voter is None:
-                # Once for each peer: it may never send the same twice.
+            if connection.voter is None:  # said once for each peer: it may never send the same twice
                 self._tell(f"a connection from {connection.peer} was closed: {error}", connection.peer)
             else:
                 self._send(connection, _protocol.encode(_protocol.Goodbye(f"protocol error: {error}")))
@@ -457,33 +451,27 @@ class Server:
         while self._unread and self._rank in self._of_rank:
             self._send(self._of_rank[self._rank], _protocol.encode(_protocol.Notice(self._unread.pop(0))))
 
-    def _send(self, connection: _Connection, data: bytes) -> None:
-        if not connection.unsent:
-            try:
-                sent = connection.sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                return  # it was dropped, or the next read finds it broken and drops it with the reason
-            if sent == len(data):
-                return
-            data = data[sent:]
-            self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT)
-        # To drop it answers other votes, and the caller may be in the middle of answering some: that is done later.
-        if len(connection.unsent) + len(data) > MAX_UNSENT_BYTES:
-            self._stuck.add(connection)
-        if connection not in self._stuck:
-            connection.unsent += data
-
-    def _flush(self, connection: _Connection) -> None:
+    def _send(self, connection: _Connection, data: bytes | bytearray = b"") -> None:
+        """Sends it, after what waits to be sent already. What the socket does not take waits."""
+        unsent = connection.unsent
+        if unsent:
+            unsent += data
+            data = unsent
         try:
-            del connection.unsent[: connection.sock.send(connection.unsent)]
+            sent = connection.sock.send(data)
         except BlockingIOError:
-            return
+            sent = 0
         except OSError:
-            connection.unsent.clear()  # the next read finds it broken
-        if not connection.unsent:
-            self._epoll.modify(connection.sock, select.EPOLLIN)
+            return  # it was dropped, or the next read finds it broken and drops it with the reason
+        if unsent:
+            del unsent[:sent]
+        elif sent == len(data):
+            return
+        else:
+            unsent += data[sent:]
+        self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT if unsent else select.EPOLLIN)
+        if len(unsent) > MAX_UNSENT_BYTES:  # it is dropped later: that answers votes, perhaps in the midst of some
+            self._stuck.add(connection)
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread
@@ -527,10 +515,9 @@ class Coordinator:
     def _start_process(self, listener: socket.socket, theirs: socket.socket, config: Config) -> None:
         if not sys.executable:
             raise OSError("this Python has no executable of its own (sys.executable is empty)")
-        descriptors = (listener.fileno(), theirs.fileno())
-        command = child_command("_coordinator", *map(str, (*descriptors, os.getpid())))
-        nowhere = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, pass_fds=descriptors)
+        given, nowhere = (listener.fileno(), theirs.fileno()), subprocess.DEVNULL
+        command = child_command("_coordinator", *map(str, (*given, os.getpid())))
+        self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, pass_fds=given)
         theirs.close()
         self._control.settimeout(self.START_WITHIN_S)
         self._control.sendall(json.dumps(config._asdict()).encode() + b"\n")

@@ -333,7 +333,8 @@ def test_a_rank_that_reads_nothing_is_dropped_though_nothing_else_happens(monkey
         zero, _ = serving.rank(0)
         one, _ = serving.rank(1, timeout_s=0.05)
         monkeypatch.setattr(_coordinator, "MAX_UNSENT_BYTES", 1)
-        serving.server._of_rank[1].unsent += b"x"  # whatever is sent to it now is too much
+        waits = _protocol.encode(_protocol.Extra(_protocol.PLANS, 1, 1, bytes(2**24)))  # more than buffers hold
+        serving.server._of_rank[1].unsent += waits  # whatever is sent to it now is too much
         vote = _protocol.encode_vote(1, 0, bytes(16), [0, 0, 1])
         zero.send(_protocol.Group(0, (0, 2)), vote)  # waits for long
         one.send(_protocol.Group(0, PAIR), vote)
