@@ -233,7 +233,8 @@ class Server:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.sock.settimeout(max(0.0, until - time.monotonic()))
-                connection.sock.sendall(connection.unsent + _protocol.encode(_protocol.Goodbye(reason)))
+                connection.unsent += _protocol.encode(_protocol.Goodbye(reason))
+                connection.sock.sendall(connection.unsent)
         for text in self._unread:
             logger.warning("handshake: %s", text)
         self.abandon()

@@ -2,20 +2,19 @@
 """How ranks find their coordinator: the settings, its address and port, and what proves that they belong to its job.
 
 Where `torch.distributed` is initialised, the coordinator publishes all of it in the job's store, so that several jobs
-on one machine never meet. Without a store the address is `MASTER_ADDR` and the port an agreed one.
+on one machine never meet. Without a store the address is `MASTER_ADDR` and the port an agreed one. A port is never
+looked for, closed and bound again later: the listening socket that found it is the one that is used.
 
 **Which address.** A name means what it means on the host that looks it up: many a host's own name is 127.0.1.1 there.
-So the coordinator can't tell how others name its host. Without a store all ranks use the address that they were given.
-With one, every rank has found one place already, the *master*: the store's server, or `MASTER_ADDR` where the store has
-none. If the coordinator is on the master's host, it publishes this, for each rank to use the name that it knows; then
-the addresses from which its host would send to others, then its host's name. The ranks try them in this order.
+So the coordinator can't tell how others name its host. With a store, every rank has found one place already, the
+*master*: the store's server, or `MASTER_ADDR` where the store has none. If the coordinator is on the master's host, it
+publishes this, for each rank to use the name that it knows; then the addresses from which its host would send to
+others, then its host's name. The ranks try them in this order.
 
 **Whom it listens to.** This host alone, if the launcher says that all ranks are on it (`LOCAL_WORLD_SIZE` is the
 world's size), or if it says nothing and the master is localhost or a loopback address: no other host could have found
-that. Without a store the latter holds whatever the launcher says: what was asked for as loopback stays there.
-Otherwise all interfaces; also where a name leads to a loopback address here, since elsewhere it may lead here.
-
-A port is never looked for, closed and bound again later: the listening socket that found it is the one that is used.
+that. Without a store the latter holds whatever the launcher says. Otherwise all interfaces; also where a name leads to
+a loopback address here, since elsewhere it may lead here.
 """
 
 import contextlib
@@ -71,10 +70,6 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
-
-    def passed(self) -> float:
-        """Seconds since it was set."""
-        return time.monotonic() - self._at + self.seconds
 
     def remaining(self) -> float:
         """Seconds until then, never negative."""
@@ -172,11 +167,10 @@ class Settings(NamedTuple):
                 raise HandshakeConfigError(f"{keyword} is not known: {how}")
             else:
                 values[field] = default() if callable(default) else default
-        settings = cls(**values)
-        for keyword, rank in (("current_rank", settings.rank), ("coordinator_rank", settings.coordinator_rank)):
-            if rank >= settings.world_size:
-                raise HandshakeConfigError(f"{keyword} {rank} is outside a world of {settings.world_size} ranks")
-        return settings
+        for keyword, field in (("current_rank", "rank"), ("coordinator_rank", "coordinator_rank")):
+            if values[field] >= (world_size := values["world_size"]):
+                raise HandshakeConfigError(f"{keyword} {values[field]} is outside a world of {world_size} ranks")
+        return cls(**values)
 
     def must_agree_with(self, given: Mapping[str, Any]) -> None:
         """Raises HandshakeConfigError where something is given that is not as in these, the open handshake's."""
@@ -240,27 +234,27 @@ def publish_late(settings: Settings, endpoint: Endpoint, hosts: Sequence[str | N
     """Publishes a coordinator if the job has a store, which it may not have had when the coordinator was started, and
     returns whether it has. `hosts`: in the place of the endpoint's; None stands for the master, as each rank knows it.
     Raises HandshakePeerLostError: the store failed."""
-    store = settings.store()
-    if store is not None:
-        secret = endpoint.secret if settings.secret is None else None  # a user's own is told to all ranks
-        published = endpoint._asdict() | {"hosts": hosts or endpoint.hosts, "secret": secret}
-        try:
-            store.set(_STORE_KEY.format(settings.coordinator_rank), json.dumps(published))
-        except Exception as error:  # a store may be any class of the user's
-            raise _store_failed(error, None) from error
-    return store is not None
+    if (store := settings.store()) is None:
+        return False
+    secret = endpoint.secret if settings.secret is None else None  # a user's own is told to all ranks
+    published = endpoint._asdict() | {"hosts": hosts or endpoint.hosts, "secret": secret}
+    try:
+        store.set(_STORE_KEY.format(settings.coordinator_rank), json.dumps(published))
+    except Exception as error:  # a store may be any class of the user's
+        raise _store_failed(error, None) from error
+    return True
 
 
 def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
     """On every other rank: where the coordinator listens, from the store if there is one. Raises HandshakeConfigError:
     port 0 was given, and nobody says what the kernel picked; HandshakePeerLostError: the coordinator did not publish
     itself by the deadline, or the store failed until then; HandshakeProtocolError: another release published itself."""
-    store, rank = settings.store(), settings.coordinator_rank
+    store, rank, seconds = settings.store(), settings.coordinator_rank, deadline.seconds
     if store is None and settings.port == 0:
         how = "the other ranks need the port that it was given (Handshake.address on that rank)"
         raise HandshakeConfigError(f"port 0 (from {settings.port_source}) is for the coordinator, rank {rank}; {how}")
     if store is None:
-        return _agreed_endpoint(settings, DEFAULT_PORT if settings.port is None else settings.port)
+        return _agreed_endpoint(settings, settings.port or DEFAULT_PORT)
     key = _STORE_KEY.format(rank)
     while True:
         attempt = Deadline(max(0.01, min(STORE_WAIT_S, deadline.remaining())))
@@ -271,12 +265,13 @@ def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
         except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
             left = attempt.remaining()
             time.sleep(left)
-            if not deadline.remaining() and left > attempt.seconds / 2:
-                raise _store_failed(error, deadline.seconds) from error
-            if not deadline.remaining():  # the store waited for as long as it was told to
-                what = f"the coordinator, rank {rank}, has not published its address within {deadline.seconds:.1f} s"
-                how = "make a Handshake() on that rank too, which starts the coordinator"
-                raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=deadline.seconds) from error
+            if deadline.remaining():
+                continue
+            if left > attempt.seconds / 2:  # it did not wait for as long as it was told to
+                raise _store_failed(error, seconds) from error
+            what = f"the coordinator, rank {rank}, has not published its address within {seconds:.1f} s"
+            how = "make a Handshake() on that rank too, which starts the coordinator"
+            raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=seconds) from error
     try:
         published = Endpoint(**json.loads(text))
         hosts = dict.fromkeys(_master(store) if host is None else host for host in published.hosts)
