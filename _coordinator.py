@@ -41,8 +41,7 @@ else:
 logger = logging.getLogger("torch_tpu.handshake")
 
 HELLO_WITHIN_S = 10.0  # a connection that has not said who it is by then is closed
-# So many more than the world has ranks, which may come at once. Then the oldest makes room: a rank's hello follows
-# within milliseconds, and a rank that was closed tries again.
+# Beside the world's ranks, which may come at once. Then the oldest makes room, which tries again if it is a rank.
 MAX_STRANGERS = 64
 ACCEPTS_A_TURN = 16  # of the loop: whoever connects without end must not stop the votes
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES  # to one rank, which is dropped then: it reads nothing
@@ -73,17 +72,12 @@ _BOOTSTRAP = (
     "sys.exit(importlib.import_module(package.__name__ + '.' + sys.argv[2]).main(sys.argv[3:]))"
 )
 _EXTRA_FILES = {_protocol.PLANS: ("_graph_plan", "plans"), _protocol.REPORTS: ("_graph_report", "reports")}
-_OUTCOMES = [None, *Outcome]  # by their number on the wire
 
 
 def find_extra(name: str) -> Any:
     """The module of that name beside this one, or None."""
     qualified = f"{__package__}.{name}" if __package__ else name
     return None if importlib.util.find_spec(qualified) is None else importlib.import_module(qualified)
-
-
-def _printable(text: str) -> str:
-    return "".join(character for character in text if character.isprintable())
 
 
 class Config(NamedTuple):
@@ -146,10 +140,8 @@ class Server:
     def __init__(self, listener: socket.socket, control: socket.socket, config: Config, parent: int | None) -> None:
         """`listener` is bound and listens. `control` is one end of a pair: the server ends when the other end is shut
         down, or when `parent`, a process's id or None, is not its parent any more."""
-        self._listener = listener
-        self._control = control
-        self._config = config
-        self._parent = parent
+        self._listener, self._control = listener, control
+        self._config, self._parent = config, parent
         self._rank = int(config.facts["rank"])
         self._world_size = int(config.facts["world_size"])
         self._timeout_s = float(config.facts["timeout_s"])
@@ -158,7 +150,7 @@ class Server:
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
         self._of_rank: dict[int, _Connection] = {}  # those that have said who they are; the others are strangers
-        self._stuck: set[_Connection] = set()  # to be dropped at the end of this turn, as they read nothing
+        self._stuck: set[_Connection] = set()  # those that read nothing, until the end of this turn
         self._now = self._look_up_at = 0.0
         self._messages: set[str] = set()  # for the coordinator rank's log
         self._unread: list[str] = []  # those for which it has not connected yet
@@ -167,11 +159,8 @@ class Server:
         if config.debug:
             self._load(_protocol.REPORTS)
 
-    # ------------------------------------------------------------------ the loop
-
     def run(self) -> None:
-        """Serves until told to end, or until it fails, which is logged and told to all ranks. Closes the listener, the
-        control channel and all connections."""
+        """Serves until told to end, or until it fails, which is logged. Tells all ranks so, and closes all it has."""
         self._listener.setblocking(False)
         listening, ending = self._listener.fileno(), self._control.fileno()
         for descriptor in (listening, ending):
@@ -211,9 +200,12 @@ class Server:
 
     def _look_at_the_clock(self) -> None:
         now = self._now
-        self._answer(self._consensus.expire(now))
-        for vote, text in self._consensus.notices(now):
-            self._send(vote.request[0], _protocol.encode(_protocol.Notice(f"rank {vote.rank} still waits: {text}")))
+        due = self._consensus.next_deadline()
+        if due is not None and due <= now:
+            self._answer(self._consensus.expire(now))
+            for vote, text in self._consensus.notices(now):
+                notice = _protocol.Notice(f"rank {vote.rank} still waits: {text}")
+                self._send(vote.request[0], _protocol.encode(notice))
         for number, extra in self._extras.items():
             due = extra.next_deadline()
             if due is not None and due <= now:
@@ -245,8 +237,6 @@ class Server:
         self._epoll.close()
         for sock in (self._listener, self._control, *(connection.sock for connection in self._connections.values())):
             sock.close()
-
-    # ------------------------------------------------------------------ connections
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_A_TURN):
@@ -316,10 +306,11 @@ class Server:
             facts = connection.facts = _protocol.read_facts(hello.facts)
         except (ValueError, RecursionError) as error:
             raise HandshakeProtocolError(f"a hello that is not a JSON object: {error}") from error
-        connection.label = shorten(_printable(f"{facts.get('host', '?')}:{facts.get('pid', '?')}"))
+        label = f"{facts.get('host', '?')}:{facts.get('pid', '?')}"
+        connection.label = shorten("".join(filter(str.isprintable, label)))
         rank: Any = facts.get("rank")
         is_in_world = type(rank) is int and 0 <= rank < self._world_size
-        refusal = _printable(self._refusal(connection, hello, is_in_world))
+        refusal = "".join(filter(str.isprintable, self._refusal(connection, hello, is_in_world)))
         if refusal:
             self._tell(f"a connection from {connection.peer} was refused: {refusal}")
             if is_in_world and rank not in self._of_rank:  # those who wait for this rank are told
@@ -372,8 +363,6 @@ class Server:
             for number, extra in self._extras.items():
                 self._reply(number, extra.drop_rank(rank, self._now))
 
-    # ------------------------------------------------------------------ votes and answers
-
     def _vote(self, connection: _Connection, vote: _protocol.Vote) -> None:
         number, flags, digest, spans = vote
         lines, numbers = connection.lines, iter(spans)  # group, start, how many, and so on
@@ -407,7 +396,7 @@ class Server:
             connection, number, _ = decision.request
             if decision.finding is not finding:  # thousands of ranks may be told the same
                 finding = decision.finding
-                outcome = _OUTCOMES.index(finding.outcome)
+                outcome = getattr(_protocol, finding.outcome.name)
                 facts = b"" if outcome == _protocol.FAT else _protocol.detail_facts(*finding[1:])
                 self._told = finding, outcome, facts
             verdict = _protocol.encode_verdict(number, outcome, flags if decision.plan else 0)
@@ -441,8 +430,7 @@ class Server:
         return self._of_rank[rank].facts if rank in self._of_rank else {}
 
     def _tell(self, text: str, once_for: str = "") -> None:
-        """Has it logged on the coordinator rank, in that rank's own process, unless it, or another text for the same
-        `once_for`, was before."""
+        """Has the coordinator rank log it, unless it, or another text for the same `once_for`, was before."""
         if (once_for or text) not in self._messages and len(self._messages) < MAX_MESSAGES:
             self._messages.add(once_for or text)
             self._unread.append(f"coordinator: {text}")
@@ -471,8 +459,8 @@ class Server:
         else:
             unsent += data[sent:]
         self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT if unsent else select.EPOLLIN)
-        if len(unsent) > MAX_UNSENT_BYTES:  # it is dropped later: that answers votes, perhaps in the midst of some
-            self._stuck.add(connection)
+        if len(unsent) > MAX_UNSENT_BYTES:
+            self._stuck.add(connection)  # to drop it answers votes, and the caller may be about to answer some
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread
@@ -563,11 +551,9 @@ def main(arguments: list[str]) -> None:
     listener, control = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
     try:
         with control.makefile("rb") as lines:
-            line = lines.readline()
-        if not line.endswith(b"\n"):
-            return
-        server = Server(listener, control, Config(**json.loads(line)), int(arguments[2]))
+            config = Config(**json.loads(lines.readline()))
+        server = Server(listener, control, config, int(arguments[2]))
         control.sendall(b"R")
-    except ConnectionError:
+    except (ConnectionError, json.JSONDecodeError):
         return  # the rank has ended before its coordinator has begun
     server.run()
