@@ -41,7 +41,7 @@ else:
 logger = logging.getLogger("torch_tpu.handshake")
 
 HELLO_WITHIN_S = 10.0  # a connection that has not said who it is by then is closed
-# Beside the world's ranks, which may come at once. Then the oldest makes room, which tries again if it is a rank.
+# Beside the world's ranks, which may come at once. Then the oldest makes room; if it is a rank, it tries again.
 MAX_STRANGERS = 64
 ACCEPTS_A_TURN = 16  # of the loop: whoever connects without end must not stop the votes
 MAX_UNSENT_BYTES = 2 * _protocol.MAX_PAYLOAD_BYTES  # to one rank, which is dropped then: it reads nothing
@@ -149,7 +149,7 @@ class Server:
         # Not `selectors`: its own Python costs more for each vote than the machine's.
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
-        self._of_rank: dict[int, _Connection] = {}  # those that have said who they are; the others are strangers
+        self._of_rank: dict[int, _Connection] = {}  # those that said who they are; the others are strangers
         self._stuck: set[_Connection] = set()  # those that read nothing, until the end of this turn
         self._now = self._look_up_at = 0.0
         self._messages: set[str] = set()  # for the coordinator rank's log
@@ -160,7 +160,7 @@ class Server:
             self._load(_protocol.REPORTS)
 
     def run(self) -> None:
-        """Serves until told to end, or until it fails, which is logged. Tells all ranks so, and closes all it has."""
+        """Serves until told to end, or until it fails, which is logged. Tells all ranks, and closes all."""
         self._listener.setblocking(False)
         listening, ending = self._listener.fileno(), self._control.fileno()
         for descriptor in (listening, ending):
@@ -235,7 +235,7 @@ class Server:
         """Lets go of all descriptors. Also in a forked child, where no thread runs it: what the parent closes, or what
         ends with it, is closed for its peers only then."""
         self._epoll.close()
-        for sock in (self._listener, self._control, *(connection.sock for connection in self._connections.values())):
+        for sock in (self._listener, self._control, *(one.sock for one in self._connections.values())):
             sock.close()
 
     def _accept(self) -> None:
@@ -325,8 +325,9 @@ class Server:
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
         # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
-        debug = self._config.debug if _protocol.REPORTS in self._extras else "" if self._config.debug else None
-        self._send(connection, _protocol.encode(_protocol.Welcome({**self._config.facts, "debug": debug})))
+        folder = self._config.debug if _protocol.REPORTS in self._extras else ""
+        about = {**self._config.facts, "debug": folder if self._config.debug else None}
+        self._send(connection, _protocol.encode(_protocol.Welcome(about)))
         self._send_unread()
         return ""
 
@@ -460,7 +461,7 @@ class Server:
             unsent += data[sent:]
         self._epoll.modify(connection.sock, select.EPOLLIN | select.EPOLLOUT if unsent else select.EPOLLIN)
         if len(unsent) > MAX_UNSENT_BYTES:
-            self._stuck.add(connection)  # to drop it answers votes, and the caller may be about to answer some
+            self._stuck.add(connection)  # to drop it answers votes: not in the midst of answering some
 
 
 # ---------------------------------------------------------------------- in a process, or in a thread
@@ -491,8 +492,9 @@ class Coordinator:
                 self._start_process(listener, theirs, config)
                 return
             except (OSError, ValueError) as error:
+                what = f"the coordinator could not be started as a process ({error})"
                 slow = "it runs as a thread, which makes every handshake slower while this process is busy"
-                logger.warning("handshake: the coordinator could not be started as a process (%s); %s", error, slow)
+                logger.warning("handshake: %s; %s", what, slow)
             theirs.close()
             self.close()
             self._process = None

@@ -27,7 +27,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -87,6 +87,7 @@ class Endpoint(NamedTuple):
     port: int
     secret: str
     session: str
+    at_master: bool = False  # whether the master's address leads there too, before all others
 
 
 def _whole(lowest: int, highest: int) -> Callable[[Any], int]:
@@ -167,10 +168,11 @@ class Settings(NamedTuple):
                 raise HandshakeConfigError(f"{keyword} is not known: {how}")
             else:
                 values[field] = default() if callable(default) else default
-        for keyword, field in (("current_rank", "rank"), ("coordinator_rank", "coordinator_rank")):
-            if values[field] >= (world_size := values["world_size"]):
-                raise HandshakeConfigError(f"{keyword} {values[field]} is outside a world of {world_size} ranks")
-        return cls(**values)
+        settings = cls(**values)
+        for keyword, rank in (("current_rank", settings.rank), ("coordinator_rank", settings.coordinator_rank)):
+            if rank >= settings.world_size:
+                raise HandshakeConfigError(f"{keyword} {rank} is outside a world of {settings.world_size} ranks")
+        return settings
 
     def must_agree_with(self, given: Mapping[str, Any]) -> None:
         """Raises HandshakeConfigError where something is given that is not as in these, the open handshake's."""
@@ -219,27 +221,26 @@ def select_handshake_port(settings: Settings) -> tuple[socket.socket, Endpoint]:
     port = listener.getsockname()[1]
     if store is None:
         return listener, _agreed_endpoint(settings, port)
-    hosts = [address] if address else _ways_here(master)
+    hosts, at_master = ([address], False) if address else _ways_here(master)
     secret = secrets.token_hex(16) if settings.secret is None else settings.secret
-    endpoint = Endpoint(tuple(host for host in hosts if host), port, secret, secrets.token_hex(8))
+    endpoint = Endpoint(tuple(hosts), port, secret, secrets.token_hex(8), at_master)
     try:
-        publish_late(settings, endpoint, hosts)
+        publish_late(settings, endpoint)
     except HandshakePeerLostError:
         listener.close()
         raise
     return listener, endpoint
 
 
-def publish_late(settings: Settings, endpoint: Endpoint, hosts: Sequence[str | None] = ()) -> bool:
+def publish_late(settings: Settings, endpoint: Endpoint) -> bool:
     """Publishes a coordinator if the job has a store, which it may not have had when the coordinator was started, and
-    returns whether it has. `hosts`: in the place of the endpoint's; None stands for the master, as each rank knows it.
-    Raises HandshakePeerLostError: the store failed."""
+    returns whether it has. Raises HandshakePeerLostError: the store failed."""
     if (store := settings.store()) is None:
         return False
     secret = endpoint.secret if settings.secret is None else None  # a user's own is told to all ranks
-    published = endpoint._asdict() | {"hosts": hosts or endpoint.hosts, "secret": secret}
+    published = json.dumps(endpoint._asdict() | {"secret": secret})
     try:
-        store.set(_STORE_KEY.format(settings.coordinator_rank), json.dumps(published))
+        store.set(_STORE_KEY.format(settings.coordinator_rank), published)
     except Exception as error:  # a store may be any class of the user's
         raise _store_failed(error, None) from error
     return True
@@ -274,7 +275,7 @@ def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
             raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=seconds) from error
     try:
         published = Endpoint(**json.loads(text))
-        hosts = dict.fromkeys(_master(store) if host is None else host for host in published.hosts)
+        hosts = dict.fromkeys([_master(store) if published.at_master else None, *published.hosts])
         secret = (settings.secret or "") if published.secret is None else published.secret
         return published._replace(hosts=tuple(host for host in hosts if host), secret=secret)
     except (ValueError, TypeError) as error:
@@ -337,8 +338,8 @@ def _resolve(host: str) -> list[str]:
     return sorted(addresses, key=lambda address: ":" in address)
 
 
-def _ways_here(master: str | None) -> list[str | None]:
-    """What leads the job's ranks to this host, best first. None: the master's address, as each rank knows it."""
+def _ways_here(master: str | None) -> tuple[list[str], bool]:
+    """What leads the job's ranks to this host, best first; and whether the master's address does."""
     targets = _resolve(master) if master else []
     sources = {}  # by target, the address from which this host would send there
     for target in (*targets, *_ANYWHERE):
@@ -351,4 +352,4 @@ def _ways_here(master: str | None) -> list[str | None]:
     # What begins with fe80 is a link's own, which means nothing elsewhere.
     own = [source for source in sources.values() if not _is_loopback(source) and not source.startswith("fe80:")]
     names = [name for name in (socket.gethostname(),) if _resolve(name)]
-    return [*([None] if is_master else []), *dict.fromkeys(own), *names, *([] if own else ["127.0.0.1"])]
+    return [*dict.fromkeys(own), *names, *([] if own else ["127.0.0.1"])], is_master

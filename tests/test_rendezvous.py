@@ -541,7 +541,7 @@ def test_whom_the_coordinator_of_a_job_with_a_store_listens_to(
         for host in {*found.hosts, *own.hosts, _rendezvous.loopback_address(where.host)}:
             assert reaches(host, listener), host
         (published,) = store.contents.values()
-        assert (None in json.loads(published)["hosts"]) is (not only_here and bool(server or master_addr))
+        assert json.loads(published)["at_master"] is (not only_here and bool(server or master_addr))
 
 
 def test_each_rank_goes_to_the_masters_host_by_the_name_that_it_knows(names, in_job, monkeypatch):
