@@ -37,6 +37,7 @@ logger = logging.getLogger("torch_tpu.handshake")
 # How long a vote waits for the one that fills the gap before it. The other thread has counted already and is on its
 # way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
 GAP_WAIT_S = 1.0
+MAX_DECLARED = 4096  # programs; what a job has more is declared again, which is harmless
 MAX_GAPS = 16  # of one line that are remembered, for votes that come later still: about as many as threads compile
 COORDINATOR_GRACE_S = 10.0  # the coordinator ends every wait at its timeout; so much later a rank takes it for hung
 LOOK_UP_S = 1  # so often a thread that reads looks whether anybody has waited too long
@@ -126,6 +127,7 @@ class Client:
         self.coordinator: dict[str, Any] = {}  # what the welcome said of it
         self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
         self.eager: Mapping[_vocabulary.ProcessGroupId, int] = {}  # counted before it: lines begin there
+        self.declared: set[bytes] = set()  # programs of which the coordinator was told
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
         self._sent = threading.Condition(self.lock)  # notified when a vote has left
         self._votes_wait_for_others = 0
@@ -173,6 +175,18 @@ class Client:
         if len(takes) > _protocol.MAX_SPANS:
             raise _too_many_groups(len(takes))
         return takes
+
+    def declare(self, digest: bytes, name: str, collectives: Sequence[Sequence[str]]) -> None:
+        """Has the coordinator told, once and ahead of the next vote, what is behind a digest: see `_protocol.Program`.
+        What is too much to be told is left out."""
+        facts = _protocol.write_facts({"name": name, "collectives": collectives})
+        if len(facts) > _protocol.MAX_PROGRAM_BYTES:
+            facts = _protocol.write_facts({"name": name, "collectives": []})
+        with self.lock:
+            if len(self.declared) >= MAX_DECLARED:
+                self.declared.clear()
+            self.declared.add(digest)
+            self.ahead.append(_protocol.encode(_protocol.Program(digest, facts)))
 
     def record_eager(self, group: _vocabulary.ProcessGroupId, number: int) -> None:
         """Counts collectives that were issued outside any graph."""

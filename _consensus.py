@@ -20,7 +20,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 if __package__:
@@ -52,14 +52,29 @@ class Outcome(enum.Enum):
     PEER_LOST = "PEER_LOST"
 
 
-class Finding(NamedTuple):
-    """An outcome; and unless it is FAT what happened, to which ranks, and on which group's line and span."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An outcome; and unless it is FAT what happened, to which ranks, and on which group's line and span.
+
+    A split is slower where the ranks issue the same collectives in the same order. Where they don't, they hang or get
+    wrong numbers, split or not: `broken` says where they differ; "": they don't; None: it is not known.
+    """
 
     outcome: Outcome
     reason: str = ""
     ranks: tuple[int, ...] = ()
     group: tuple[int, ...] | None = None
     span: Span | None = None
+    broken: str | None = None
+    told: dict[str | bytes, Any] = field(default_factory=dict, compare=False)  # by program, who was told first
+
+
+class Program(NamedTuple):
+    """What a rank has said of a fingerprint: how messages name it, and what its collectives are, in their order, on
+    each group in the order of the vote (empty: it has not said that)."""
+
+    name: str
+    collectives: Sequence[Sequence[str]] = ()
 
 
 _FAT = Finding(Outcome.FAT)
@@ -107,6 +122,7 @@ class Decision:
     arrived: float
     finding: Finding = field(init=False)  # not there before it is settled: to ask for it raises
     plan: bool = False  # whether its component is to look for a plan
+    speaks: bool = False  # whether its rank is the one that tells its log, of those with this program
 
     rank = property(lambda self: self.voter.ranks[0])
     outcome = property(lambda self: self.finding.outcome)
@@ -148,6 +164,7 @@ class _CollectiveHandshakeConsensus:
         self._lost: set[Voter] = set()
         self._open: dict[Component, None] = {}  # in the order in which they were opened
         self._next = math.inf  # when to look at the clock; it may be too early
+        self.programs: dict[str | bytes, Program] = {}  # of fingerprints, as far as ranks have said; kept by the caller
 
     def voter(self, rank: int) -> Voter:
         """A rank as a voter. Raises HandshakeConfigError where it is outside the world."""
@@ -229,7 +246,7 @@ class _CollectiveHandshakeConsensus:
                 self._next = now
 
         if component.differs and not (component.missing and component.partial):
-            finding = _fingerprints_differ(component)
+            finding = self._fingerprints_differ(component)
             # A rank that waits in an older vote can't come to look for a plan before that is answered.
             plan = component.partial and all(next(iter(of.waiting)) is own for of, own in component.votes.items())
         elif not component.missing:
@@ -243,8 +260,8 @@ class _CollectiveHandshakeConsensus:
         return settled
 
     def expire(self, now: float) -> list[Decision]:
-        """Answers the votes whose time is up: SPLIT for a wait cycle that has stood for its grace, TIMEOUT for a whole
-        component when one of its votes has waited its timeout. Call `notices` after it."""
+        """Answers the votes whose time is up: SPLIT for a wait cycle, and for ranks that count differently, after a
+        grace; TIMEOUT for a whole component when one of its votes has waited its timeout. Call `notices` after it."""
         settled: list[Decision] = []
         for cycle in [cycle for cycle, due in self._wait_cycles() if due <= now]:
             finding = _waits_in_cycle(cycle)
@@ -252,10 +269,11 @@ class _CollectiveHandshakeConsensus:
                 for line in component.spans:
                     line.stood = True  # a job that runs into it at every step waits for it once
                 settled += self._settle(component, finding)
+        settled += self._settle_miscounts(now)
         for component in [component for component in self._open if component.due <= now]:
             gave_up = self._waits(component, now, "gave up waiting")
-            settled += self._settle(component, _fingerprints_differ(component) if component.differs else gave_up)
-        return settled
+            settled += self._settle(component, self._fingerprints_differ(component) if component.differs else gave_up)
+        return settled + self._settle_miscounts(now)  # what was answered just now may be such a rank's last vote
 
     def drop_rank(self, rank: int, now: float, reason: str = "its connection was lost") -> list[Decision]:
         """Takes note that a rank is gone: whoever waits for it gets PEER_LOST, and so does every later vote on a
@@ -290,7 +308,7 @@ class _CollectiveHandshakeConsensus:
                 first = min(vote.arrived for vote in component.votes.values())
                 then = itertools.count(NOTICE_AT_S[-1] + NOTICE_INTERVAL_S, NOTICE_INTERVAL_S)
                 component.notice_at = next(first + at for at in itertools.chain(NOTICE_AT_S, then) if first + at > now)
-        dues = [due for _, due in self._wait_cycles()]  # or one may close from now on
+        dues = [due for _, due in self._wait_cycles()] + [due for _, due, _ in self._miscounts()]
         self._next = min([now + self._grace_s, *dues, *(min(its.due, its.notice_at) for its in self._open)])
         return told
 
@@ -330,10 +348,16 @@ class _CollectiveHandshakeConsensus:
             elif span[1] == line.highest:  # all members stand there, and nothing is left behind
                 line.base = span[1]
                 line.frontier.clear()
-        for voter, vote in component.votes.items():
-            del voter.waiting[vote]
+        votes = list(component.votes.values())
+        for vote in votes:
+            del vote.voter.waiting[vote]
             vote.finding, vote.plan = finding, plan
-        return list(component.votes.values())
+        if finding is not _FAT:
+            for vote in sorted(votes, key=lambda vote: vote.voter.ranks):
+                if vote.fingerprint not in finding.told:
+                    vote.speaks = True
+                    finding.told[vote.fingerprint] = None if finding.broken is None else vote
+        return votes
 
     def _why_split(self, vote: Decision, met: list[Component]) -> tuple[Finding, Iterable[Component]]:
         """Why a vote is late or doesn't fit, and which components are settled with it. The gravest of what others were
@@ -349,7 +373,9 @@ class _CollectiveHandshakeConsensus:
                     told.append(_peer_lost(line, span))
         gravest = max(told, key=lambda finding: list(Outcome).index(finding.outcome), default=None)
         others = [other for component in linked for other in component.votes.values()]
-        return gravest or _spans_differ([*others, vote]), linked
+        if gravest and gravest.broken == "" and vote.fingerprint not in gravest.told:
+            gravest = replace(gravest, broken=self._broken([*gravest.told.values(), vote]))
+        return gravest or self._spans_differ([*others, vote]), linked
 
     def _settle_cells_passed(self, voter: Voter, places: Places) -> list[Decision]:
         """SPLIT for the cells before the spans of a vote that its voter never voted on."""
@@ -391,6 +417,101 @@ class _CollectiveHandshakeConsensus:
                 due = min(due + self._grace_s, *(component.due for component in cycle))
             yield [component for component in self._open if component in cycle], due
 
+    def _settle_miscounts(self, now: float) -> list[Decision]:
+        settled: list[Decision] = []
+        while behind := next(((its, why) for its, due, why in self._miscounts() if due <= now), None):
+            for line in behind[0].spans:
+                line.stood = True
+            settled += self._settle(*behind)
+        return settled
+
+    def _miscounts(self) -> Iterator[tuple[Component, float, Finding]]:
+        """Components that wait for a rank that has voted on their program already, farther back on their lines, and was
+        answered there: it counts fewer collectives than they. And when each is to be split: after a grace, in which
+        the rank may catch up; at once if its lines stood so before."""
+        for component in [component for component in self._open if not component.differs]:
+            for rank, line in component.lacks().items():
+                voter, span = self.voter(rank), component.spans[line]
+                last = voter.last
+                if last is None or last in voter.waiting or last.fingerprint != component.fingerprint:
+                    continue
+                its = dict(last.places)
+                if all(
+                    other in its and its[other][1] - its[other][0] == end - start and its[other][1] < start
+                    for other, (start, end) in component.spans.items()
+                    if other in voter.lines
+                ):
+                    due = max(last.arrived, *(vote.arrived for vote in component.votes.values()))
+                    due += 0.0 if all(its.stood for its in component.spans) else self._grace_s
+                    reason = (
+                        f"{voter} counts {span[0] - its[line][0]} collectives fewer on {line.name} than "
+                        f"{format_ranks(rank for voter in component.votes for rank in voter.ranks)}: it voted on the "
+                        f"same graph at {_at(line, its[line])}, where they are at [{span[0]}, {span[1]}). All counted "
+                        f"alike up to {line.base}. It issued collectives since then that it did not count "
+                        f"(record_eager_collectives), or the others counted some that they did not issue"
+                    )
+                    yield component, due, Finding(Outcome.SPLIT, reason, voter.ranks, line.ranks, span)
+                    break
+
+    def _name(self, fingerprint: str | bytes) -> str:
+        if fingerprint in self.programs:
+            return self.programs[fingerprint].name
+        text = fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint
+        return text[:12] + "…" * (len(text) > 12)
+
+    def _fingerprints_differ(self, component: Component) -> Finding:
+        votes = list(component.votes.values())
+        ranks_with: dict[str | bytes, list[int]] = {}
+        for vote in votes:
+            ranks_with.setdefault(vote.fingerprint, []).extend(vote.voter.ranks)
+        sides = [f"{self._name(its)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()]
+        met = {place for vote in votes if vote.fingerprint != votes[-1].fingerprint for place in vote.places}
+        line, span = next((place for place in votes[-1].places if place in met), votes[-1].places[0])
+        voted = sum(len(voter.ranks) for voter in component.votes if line in voter.lines)
+        others = f"; {voted} of {len(line.ranks)} ranks had voted" if voted < len(line.ranks) else ""
+        reason = f"fingerprints differ at {_at(line, span)}: {'; '.join(sides)}{others}"
+        ranks = tuple(sorted(itertools.chain(*ranks_with.values())))
+        return Finding(Outcome.SPLIT, reason, ranks, line.ranks, span, self._broken(votes))
+
+    def _spans_differ(self, votes: Sequence[Decision]) -> Finding:
+        """For votes that can't be one component: a rank belongs to a line, and has no vote there or another span."""
+        on = {line: (vote, span) for vote in votes for line, span in vote.places}
+        for vote in (votes[-1], *votes[:-1]):
+            for line, (other, span) in on.items():
+                if line in vote.voter.lines and dict(vote.places).get(line) != span:
+                    reason = (
+                        f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes "
+                        f"{_places(other)}: they hold different numbers of collectives, or started at different "
+                        f"positions"
+                    )
+                    ranks = tuple(sorted({*vote.voter.ranks, *other.voter.ranks}))
+                    return Finding(Outcome.SPLIT, reason, ranks, line.ranks, span, self._broken(votes))
+        late = votes[-1]
+        line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
+        reason = (
+            f"{late.voter} is late at {_at(line, span)}: others are at {line.highest} already, and went past "
+            f"without a vote there, or were answered too long ago for it to be known"
+        )
+        return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
+
+    def _broken(self, votes: Sequence[Decision]) -> str | None:
+        """Where the ranks issue other collectives, as far as the spans of these votes overlap (`Finding.broken`)."""
+        seen: dict[tuple[Line, int], tuple[str, Decision]] = {}
+        for vote in {(vote.fingerprint, *vote.places): vote for vote in votes}.values():  # thousands may be equal
+            program = self.programs.get(vote.fingerprint)
+            if program is None or len(program.collectives) != len(vote.places):
+                return None
+            for (line, (start, end)), collectives in zip(vote.places, program.collectives, strict=True):
+                if len(collectives) != end - start:
+                    return None
+                for position, its in enumerate(collectives, start):
+                    known, other = seen.setdefault((line, position), (its, vote))
+                    if known != its:
+                        sides = f"{known} on {_with(other, votes)}, {its} on {_with(vote, votes)}"
+                        return f"{_at(line, (position, position + 1))} is {sides}"
+        places = {place for vote in votes for place in vote.places}
+        return "" if len(places) == len({line for line, _ in places}) else None
+
     def _waits(self, component: Component, now: float, waits: str) -> Finding:
         """What is said of a component while it waits."""
         missing = component.lacks()
@@ -398,7 +519,9 @@ class _CollectiveHandshakeConsensus:
         voted = format_ranks(rank for voter in component.votes for rank in voter.ranks)
         seen = "; ".join(_last_seen(self.voter(rank), now) for rank in list(missing)[:MAX_RANKS_LAST_SEEN])
         span = component.spans[line]
-        reason = f"{waits} for {format_ranks(missing)} at {_at(line, span)} ({voted} voted): {seen}"
+        program = self.programs.get(component.fingerprint)
+        graph = f" with {program.name}" if program else ""
+        reason = f"{waits} for {format_ranks(missing)} at {_at(line, span)}{graph} ({voted} voted): {seen}"
         return Finding(Outcome.TIMEOUT, reason, tuple(missing), line.ranks, span)
 
 
@@ -429,40 +552,6 @@ def _can_be_one(met: list[Component], opened: list[Line]) -> bool:
     )
 
 
-def _fingerprints_differ(component: Component) -> Finding:
-    votes = list(component.votes.values())
-    ranks_with: dict[str, list[int]] = {}
-    for vote in votes:
-        its = vote.fingerprint.hex() if isinstance(vote.fingerprint, bytes) else vote.fingerprint
-        ranks_with.setdefault(its, []).extend(vote.voter.ranks)
-    sides = [f"{its[:12]}{'…' * (len(its) > 12)} on {format_ranks(ranks)}" for its, ranks in ranks_with.items()]
-    met = {place for vote in votes if vote.fingerprint != votes[-1].fingerprint for place in vote.places}
-    line, span = next((place for place in votes[-1].places if place in met), votes[-1].places[0])
-    reason = f"fingerprints differ at {_at(line, span)}: {'; '.join(sides)}"
-    return Finding(Outcome.SPLIT, reason, tuple(sorted(itertools.chain(*ranks_with.values()))), line.ranks, span)
-
-
-def _spans_differ(votes: Sequence[Decision]) -> Finding:
-    """For votes that can't be one component: a rank that belongs to a line, and has no vote there or another span."""
-    on = {line: (vote, span) for vote in votes for line, span in vote.places}
-    for vote in (votes[-1], *votes[:-1]):
-        for line, (other, span) in on.items():
-            if line in vote.voter.lines and dict(vote.places).get(line) != span:
-                reason = (
-                    f"the graph of {vote.voter} takes {_places(vote)}, that of {other.voter} takes {_places(other)}: "
-                    f"they hold different numbers of collectives, or started at different positions"
-                )
-                ranks = tuple(sorted({*vote.voter.ranks, *other.voter.ranks}))
-                return Finding(Outcome.SPLIT, reason, ranks, line.ranks, span)
-    late = votes[-1]
-    line, span = next((line, span) for line, span in late.places if span[0] < line.highest)
-    reason = (
-        f"{late.voter} is late at {_at(line, span)}: others are at {line.highest} already, and went past "
-        f"without a vote there, or were answered too long ago for it to be known"
-    )
-    return Finding(Outcome.SPLIT, reason, late.voter.ranks, line.ranks, span)
-
-
 def _peer_lost(line: Line, span: Span) -> Finding:
     lost = sorted((voter for voter in line.members if voter.lost), key=lambda voter: voter.ranks)
     ranks = tuple(rank for voter in lost for rank in voter.ranks)
@@ -484,6 +573,11 @@ def _waits_in_cycle(cycle: list[Component]) -> Finding:
     reason = f"{format_ranks(blocked)} wait for one another in a cycle: {waits}. {order}"
     line, span = first[0].places[0]
     return Finding(Outcome.SPLIT, reason, tuple(sorted(blocked)), line.ranks, span)
+
+
+def _with(vote: Decision, votes: Sequence[Decision]) -> str:
+    """The ranks of those that have the program of this one."""
+    return format_ranks(rank for its in votes if its.fingerprint == vote.fingerprint for rank in its.voter.ranks)
 
 
 def _overlap(one: Span, other: Span) -> bool:

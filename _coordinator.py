@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 if __package__:
     from . import _protocol
-    from ._consensus import Decision, Line, Outcome, _CollectiveHandshakeConsensus
+    from ._consensus import Decision, Line, Outcome, Program, _CollectiveHandshakeConsensus
     from ._vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 else:
     import _protocol
-    from _consensus import Decision, Line, Outcome, _CollectiveHandshakeConsensus
+    from _consensus import Decision, Line, Outcome, Program, _CollectiveHandshakeConsensus
     from _vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
 
 logger = logging.getLogger("torch_tpu.handshake")
@@ -50,6 +50,7 @@ READ_BYTES = 4096  # one read; a vote on one group is 42
 # whether strangers are overdue, and, after running out of descriptors, whether connections can be accepted again.
 LOOK_UP_S = 0.5
 CLOSE_WITHIN_S = 1.0  # for the last bytes (goodbyes), to all ranks together
+MAX_PROGRAMS = 1024  # whose names and collectives are kept, the last ones; of others messages show the digest
 MAX_MESSAGES = 256  # for the coordinator rank's log, each once; strangers can cause some
 # What all ranks must have the same of, and what to do where one has not.
 FACTS_THAT_MUST_AGREE = {
@@ -294,6 +295,8 @@ class Server:
             if rank not in group:
                 raise HandshakeProtocolError(f"rank {rank} is not in the group that it declares, {group!r}")
             connection.lines[message.number] = self._consensus.line(group)
+        elif isinstance(message, _protocol.Program):
+            self._program(message)
         elif isinstance(message, _protocol.Extra) and message.extra in self._extras:
             self._reply(message.extra, self._extras[message.extra].take(rank, *message[1:], self._now))
         elif isinstance(message, _protocol.Goodbye):
@@ -384,6 +387,25 @@ class Server:
         if decisions:
             self._answer(decisions)
 
+    def _program(self, program: _protocol.Program) -> None:
+        programs = self._consensus.programs
+        if program.digest in programs:  # all its ranks say the same
+            return
+        try:
+            facts = _protocol.read_facts(program.facts)
+        except (ValueError, RecursionError) as error:
+            raise HandshakeProtocolError(f"a program that is not a JSON object: {error}") from error
+        name, collectives = facts.get("name"), facts.get("collectives")
+        if not (
+            isinstance(name, str)
+            and isinstance(collectives, list)
+            and all(isinstance(its, list) and set(map(type, its)) <= {str} for its in collectives)
+        ):
+            raise HandshakeProtocolError("a program that has no name, or whose collectives are not lists of text")
+        if len(programs) >= MAX_PROGRAMS:
+            del programs[next(iter(programs))]
+        programs[program.digest] = Program(shorten("".join(filter(str.isprintable, name)), 300), collectives)
+
     def _answer(self, decisions: list[Decision]) -> None:
         """Sends what was decided in one step; what extras want ranks to have goes ahead of that."""
         plans = [decision for decision in decisions if decision.plan]
@@ -398,12 +420,19 @@ class Server:
             if decision.finding is not finding:  # thousands of ranks may be told the same
                 finding = decision.finding
                 outcome = getattr(_protocol, finding.outcome.name)
-                facts = b"" if outcome == _protocol.FAT else _protocol.detail_facts(*finding[1:])
+                about = finding.reason, finding.ranks, finding.group, finding.span, finding.broken
+                facts = b"" if outcome == _protocol.FAT else _protocol.detail_facts(*about)
                 self._told = finding, outcome, facts
             verdict = _protocol.encode_verdict(number, outcome, flags if decision.plan else 0)
             if facts:
+                speaks = _protocol.SPEAKS if decision.speaks else 0
+                verdict = _protocol.encode_verdict(number, outcome, speaks | (flags if decision.plan else 0))
                 verdict = _protocol.encode(_protocol.Detail(number, facts)) + verdict
             self._send(connection, verdict)
+            for other in finding.told.values() if finding.broken and decision.speaks else ():
+                if other.finding.broken == "":  # it was told so before this rank's collectives were known
+                    text = f"what rank {decision.rank} runs breaks the others too: {finding.broken}"
+                    self._send(other.request[0], _protocol.encode(_protocol.Notice(f"rank {other.rank}: {text}")))
 
     def _reply(self, extra: int, replies: Iterable[Reply]) -> None:
         for rank, number, step, payload in replies:

@@ -8,6 +8,7 @@ fixed fields and then a tail: text, JSON, bytes, ranks, or spans. `_KINDS` is th
     rank         HELLO      who it is, and the proof that it knows the job's secret
     coordinator  WELCOME, or REFUSED with the reason
     rank         GROUP      once for each process group: a number for it, and its ranks
+    rank         PROGRAM    once for each graph, if it says so: its name, and what its collectives are
     rank         VOTE       26 bytes + 16 for each group
     coordinator  VERDICT    11 bytes; before one that is not FAT, a DETAIL with the reason
 
@@ -44,18 +45,19 @@ MAX_PAYLOAD_BYTES = 2**24  # of one extra frame: a plan's keys (100,000 nodes wi
 # The groups that one graph uses: a handful of mesh dimensions, and a pair for every point-to-point neighbour.
 MAX_SPANS = 4096
 MAX_GROUPS_PER_RANK = 65536  # that one rank may declare over its life
+MAX_PROGRAM_BYTES = 2**18  # of one program's name and collectives: some 8,000 of them
 
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = 1, 2, 3, 4, 5  # outcomes; a vote that is refused changes nothing
 PARTIAL, HAS_GRAPH = 1, 2  # flags of a vote: the rank is able to look for a plan; it has a graph to show
-PLAN = 1  # flag of a verdict: all ranks of the component look for a plan now
+PLAN, SPEAKS = 1, 2  # flags of a verdict: all ranks of the component look for a plan now; this rank is to log a split
 PLANS, REPORTS = 1, 2  # extras
 CALL_OFF = 5  # the step by which a rank calls a plan off
 
 GREETING, HELLO, WELCOME, REFUSED, GOODBYE = 1, 2, 3, 4, 5
-GROUP, VOTE, VERDICT, DETAIL, NOTICE, EXTRA = 16, 17, 18, 19, 20, 32
+GROUP, VOTE, VERDICT, DETAIL, NOTICE, PROGRAM, EXTRA = 16, 17, 18, 19, 20, 21, 32
 # Which kinds each side may send, and when.
 FROM_STRANGER = frozenset({HELLO})
-FROM_RANK = frozenset({GROUP, VOTE, EXTRA, GOODBYE})
+FROM_RANK = frozenset({GROUP, PROGRAM, VOTE, EXTRA, GOODBYE})
 FROM_COORDINATOR = frozenset({VERDICT, DETAIL, NOTICE, EXTRA, GOODBYE})
 
 _LENGTH_BYTES = 4
@@ -108,6 +110,13 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Program(NamedTuple):
+    """What is behind a digest: a JSON object as bytes, with its `name`, and its `collectives` on each group."""
+
+    digest: bytes
+    facts: Any
+
+
 class Vote(NamedTuple):
     """A vote. `spans` is flat: group's number, start, how many, and so on."""
 
@@ -147,7 +156,7 @@ class Extra(NamedTuple):
     payload: bytes
 
 
-Message = Greeting | Hello | Welcome | Refused | Goodbye | Group | Vote | Verdict | Detail | Notice | Extra
+Message = Greeting | Hello | Welcome | Refused | Goodbye | Group | Program | Vote | Verdict | Detail | Notice | Extra
 
 
 class _Tail(NamedTuple):
@@ -214,6 +223,7 @@ _TEXT = _Tail(
 _FACTS = _Tail(write_facts, read_facts, MAX_JSON_BYTES)
 _BYTES = _Tail(bytes, lambda data, _: data, MAX_PAYLOAD_BYTES)
 _HELLO_FACTS = _BYTES._replace(max_bytes=MAX_HELLO_BYTES)
+_PROGRAM_FACTS = _Tail(write_facts, _BYTES.read, MAX_PROGRAM_BYTES)  # read once for each program, not for each rank
 _RANKS = _Tail(
     lambda ranks: b"".join([_RUN.pack(*run) for run in runs(ranks)]), _read_ranks, MAX_WORLD_SIZE * _RUN.size // 2
 )
@@ -228,6 +238,7 @@ _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     REFUSED: (Refused, struct.Struct(""), _TEXT),
     GOODBYE: (Goodbye, struct.Struct(""), _TEXT),
     GROUP: (Group, struct.Struct("!I"), _RANKS),
+    PROGRAM: (Program, struct.Struct(f"!{DIGEST_BYTES}s"), _PROGRAM_FACTS),
     VOTE: (Vote, struct.Struct(f"!IB{DIGEST_BYTES}s"), _SPANS),
     VERDICT: (Verdict, struct.Struct("!IBB"), None),
     DETAIL: (Detail, struct.Struct("!I"), _FACTS),
@@ -259,10 +270,15 @@ def encode_verdict(vote: int, outcome: int, flags: int = 0) -> bytes:
 
 
 def detail_facts(
-    reason: str, ranks: Sequence[int], group: Sequence[int] | None, span: tuple[int, int] | None
+    reason: str,
+    ranks: Sequence[int],
+    group: Sequence[int] | None,
+    span: tuple[int, int] | None,
+    broken: str | None = None,
 ) -> bytes:
-    """The facts of a `Detail`: what happened, and the ranks, the group and the span that it is about."""
-    about = {"ranks": runs(ranks), "group": group and runs(group), "span": span}
+    """The facts of a `Detail`: what happened; the ranks, the group and the span that it is about; where the ranks'
+    collectives differ (`_consensus.Finding`)."""
+    about = {"ranks": runs(ranks), "group": group and runs(group), "span": span, "broken": broken}
     return write_facts({"reason": reason[:MAX_TEXT_BYTES], **about})
 
 

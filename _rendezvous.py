@@ -41,6 +41,7 @@ else:
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
 ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
+ON_MISMATCH_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_MISMATCH"
 SECRET_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_SECRET"
 DEBUG_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG"
 ADDRESS_VARIABLE = "MASTER_ADDR"
@@ -121,6 +122,8 @@ _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
     "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds, "a valid timeout: seconds, more than 0"),
     "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False,
         {"raise": False, "split": True}.__getitem__, "raise or split"),
+    "on_mismatch": ("raise_on_mismatch", ON_MISMATCH_VARIABLE, False,
+        {"warn": False, "raise": True}.__getitem__, "warn or raise"),
     "secret": ("secret", SECRET_VARIABLE, None, lambda value: str.encode(value).decode(), "text that UTF-8 can encode"),
     "stage": ("stage", "", HandshakeStage.from_env,
         lambda value: HandshakeStage.parse(value, ""), f"a valid stage: {', '.join(HandshakeStage.__members__)}"),
@@ -144,6 +147,7 @@ class Settings(NamedTuple):
     uses_store: bool  # whether the job's store is asked; not where a caller says what the address is
     timeout_s: float
     split_on_timeout: bool
+    raise_on_mismatch: bool
     stage: HandshakeStage
     groups: str
     debug: str  # a folder's absolute path; "": off

@@ -60,6 +60,10 @@ class HandshakeProtocolError(HandshakeError):
     """The other side, or a rank's sequence of votes, broke the protocol."""
 
 
+class HandshakeMismatchError(HandshakeError):
+    """The ranks issue other collectives: they would hang or get wrong numbers (with on_mismatch="raise")."""
+
+
 class HandshakeConfigError(HandshakeError, ValueError):
     """A value given by a caller, or by a variable, can't be used."""
 
@@ -355,6 +359,12 @@ def fingerprint_digest(fingerprint: str) -> bytes:
     if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
     return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def graph_name(fingerprint: str, label: str | None) -> str:
+    """How messages name a graph: by its label, if it has one, and its fingerprint; a digest by how it begins."""
+    shown = fingerprint if len(fingerprint) < 2 * DIGEST_BYTES else f"{fingerprint[:12]}…"
+    return shown if label is None else f'"{shorten(label)}" ({shown})'
 
 
 def usable_fingerprint(fingerprint: Any, ranks: Sequence[int] = ()) -> str:

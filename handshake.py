@@ -34,9 +34,10 @@ else:
     import _vocabulary
 
 __all__ = [
-    "CollectiveHandshakeRequest", "CollectiveHandshakeResponse", "DispatchGate", "Handshake", "HandshakeConfigError",
-    "HandshakeError", "HandshakePeerLostError", "HandshakeProtocolError", "HandshakeStage", "HandshakeTimeoutError",
-    "HandshakeTypeError", "ProcessGroupCollectiveCount", "ProcessGroupId", "RankCollectiveCounts", "Ticket",
+    "CollectiveHandshakeRequest", "CollectiveHandshakeResponse", "DispatchGate", "Handshake",
+    "HandshakeConfigError", "HandshakeError", "HandshakeMismatchError", "HandshakePeerLostError",
+    "HandshakeProtocolError", "HandshakeStage", "HandshakeTimeoutError", "HandshakeTypeError",
+    "ProcessGroupCollectiveCount", "ProcessGroupId", "RankCollectiveCounts", "Ticket",
     "has_collectives_between_ranks", "record_eager_collectives", "should_handshake", "submit_handshake",
     "submit_handshake_async",
 ]  # fmt: skip
@@ -45,6 +46,7 @@ CollectiveHandshakeRequest = _vocabulary.CollectiveHandshakeRequest
 CollectiveHandshakeResponse = _vocabulary.CollectiveHandshakeResponse
 HandshakeConfigError = _vocabulary.HandshakeConfigError
 HandshakeError = _vocabulary.HandshakeError
+HandshakeMismatchError = _vocabulary.HandshakeMismatchError
 HandshakePeerLostError = _vocabulary.HandshakePeerLostError
 HandshakeProtocolError = _vocabulary.HandshakeProtocolError
 HandshakeStage = _vocabulary.HandshakeStage
@@ -201,6 +203,7 @@ class Handshake:
         port: int | None = None,
         timeout_s: float | None = None,
         on_timeout: str | None = None,
+        on_mismatch: str | None = None,
         secret: str | None = None,
         stage: HandshakeStage | str | None = None,
         groups: str | None = None,
@@ -216,6 +219,8 @@ class Handshake:
             port: the coordinator's; 0 on its rank: the kernel picks one (see `address`).
             timeout_s: how long a vote may wait, in seconds (``TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S``; 60).
             on_timeout: "raise" or "split" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT``).
+            on_mismatch: where the ranks' collectives differ, so that they hang or get wrong numbers, split or not:
+                "warn" (an error in the log) or "raise" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_MISMATCH``).
             secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
             stage: for `should_handshake` and `DispatchGate` (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
             groups: how fingerprints name groups, "role" or "exact" (``TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS``).
@@ -259,12 +264,15 @@ class Handshake:
         endpoint = self._session.endpoint
         return None if endpoint is None else (endpoint.hosts[0], endpoint.port)
 
-    def submit(self, request: CollectiveHandshakeRequest, graph_text: GraphText = None) -> bool:
+    def submit(
+        self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, label: str | None = None
+    ) -> bool:
         """Casts a vote and waits for its verdict.
 
         Args:
             request: see `CollectiveHandshakeRequest`; its rank is this process's.
             graph_text: the graph, for the report on a split.
+            label: what messages call the graph beside its fingerprint, such as "layer 3 backward".
 
         Returns:
             True: every rank involved runs the same program; compile or run the whole graph. False: split it.
@@ -274,12 +282,18 @@ class Handshake:
             HandshakeTimeoutError: ranks did not come in time (with on_timeout="raise").
             HandshakePeerLostError: a rank involved, or the coordinator, is gone.
             HandshakeProtocolError: the vote is out of order, or the coordinator refuses this rank.
+            HandshakeMismatchError: the ranks' collectives differ (with on_mismatch="raise").
             HandshakeError: the handshake was closed.
         """
-        return self.submit_async(request, graph_text).result()
+        return self.submit_async(request, graph_text, label=label).result()
 
     def submit_async(
-        self, request: CollectiveHandshakeRequest, graph_text: GraphText = None, *, partial: bool = False
+        self,
+        request: CollectiveHandshakeRequest,
+        graph_text: GraphText = None,
+        *,
+        partial: bool = False,
+        label: str | None = None,
     ) -> "Ticket":
         """Casts a vote without waiting. See `submit`.
 
@@ -297,11 +311,13 @@ class Handshake:
         if not client.is_connected:
             session.must_be_open()
             if not client.resolve(dict.fromkeys(request.participating_groups, 1)):  # it meets nobody
-                return Ticket(session, None, fingerprint, graph_text)
+                return Ticket(session, None, fingerprint, graph_text, label)
             session.connected()
         digest, flags = _vocabulary.fingerprint_digest(fingerprint), session.flags(graph_text, partial)
+        if digest not in client.declared:
+            client.declare(digest, _vocabulary.graph_name(fingerprint, label), ())
         pending = client.vote_counted(request.pg_collective_counts, digest, flags)
-        return Ticket(session, pending, fingerprint, graph_text)
+        return Ticket(session, pending, fingerprint, graph_text, label)
 
     def stats(self) -> dict[str, float]:
         """Handshakes that were waited for, how they ended, `waited_s`, `longest_wait_s` and `bytes_sent`."""
@@ -330,10 +346,15 @@ class Ticket:
     """
 
     def __init__(
-        self, session: _Session, pending: _client.PendingVote | None, fingerprint: str, text: GraphText
+        self,
+        session: _Session,
+        pending: _client.PendingVote | None,
+        fingerprint: str,
+        text: GraphText,
+        label: str | None,
     ) -> None:
         self._session, self._pending = session, pending
-        self._fingerprint, self._text = fingerprint, text
+        self._fingerprint, self._text, self._label = fingerprint, text, label
         self._lock = threading.Lock()
         self._answer: bool | HandshakeError | None = True if pending is None else None
         self.exchange: Any = None
@@ -391,7 +412,9 @@ class Ticket:
         if pending.outcome == _protocol.VOTE_REFUSED:
             return HandshakeProtocolError(reason, **fields)
         self._take_mail(pending)
-        self._log_split(reason)
+        text = self._log_split(pending, reason)
+        if facts.get("broken") and settings.raise_on_mismatch:
+            return HandshakeMismatchError(text, **fields)
         return False
 
     def _take_mail(self, pending: _client.PendingVote) -> None:
@@ -410,20 +433,30 @@ class Ticket:
             self.exchange = plans.Exchange(channel, self._session.settings.rank)
             _thread.exchanges = weakref.WeakSet([self.exchange])
 
-    def _log_split(self, reason: str) -> None:
-        settings, splits, fingerprint = self._session.settings, self._session.splits, self._fingerprint
+    def _log_split(self, pending: _client.PendingVote, reason: str) -> str:
+        settings, splits = self._session.settings, self._session.splits
+        name = _vocabulary.graph_name(self._fingerprint, self._label)
         with self._session.lock:
             if len(splits) > MAX_SPLITS_COUNTED:
                 splits.clear()
-            count = splits[fingerprint] = splits.get(fingerprint, 0) + 1
-        # The first is news, and then each tenfold number of them: a split at every step would bury the log.
-        level = logging.WARNING if str(count).strip("0") == "1" else logging.DEBUG
+            count = splits[name] = splits.get(name, 0) + 1
+        broken = pending.facts.get("broken")
+        level = logging.ERROR if broken else logging.WARNING
+        # The first is news, and then each tenfold number of them: a split at every step would bury the log. One rank
+        # speaks for all with the same graph; but where it is broken, each is in trouble itself.
+        if str(count).strip("0") != "1" or not (broken or pending.flags & _protocol.SPEAKS):
+            level = logging.DEBUG
+        if broken:
+            reason += f". Their collectives differ, so they hang or get wrong numbers, split or not: {broken}"
+        elif broken is not None:
+            reason += ". Their collectives agree, so this is slower, and right"
         variable, folder = _rendezvous.DEBUG_VARIABLE, self._session.client.coordinator.get("debug")
         hint = f" Set {variable} to a folder to see what differs and what to change" if folder is None else ""
         if folder is None and settings.debug:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
-        text = "handshake: rank %d runs graph %s split at its collectives (time %d): %s.%s"
-        logger.log(level, text, settings.rank, fingerprint[:32], count, reason, hint)
+        text = f"rank {settings.rank} runs graph {name} split at its collectives (time {count}): {reason}.{hint}"
+        logger.log(level, "handshake: %s", text)
+        return text
 
 
 def _extra(name: str) -> Any:
@@ -470,15 +503,21 @@ def _stage_now() -> HandshakeStage:
 
 
 def submit_handshake(
-    executable_fingerprint: str, pg_to_num_collectives: Mapping[Any, int], graph_module_str: GraphText = None
+    executable_fingerprint: str,
+    pg_to_num_collectives: Mapping[Any, int],
+    graph_module_str: GraphText = None,
+    *,
+    label: str | None = None,
 ) -> bool:
     """Counts a graph's collectives on this process's lines, votes, and waits for the verdict.
 
     Args:
         executable_fingerprint: equal on two ranks exactly when their programs are (see `_graph.graph_fingerprint`).
-        pg_to_num_collectives: how many collectives the graph issues on each group.
+        pg_to_num_collectives: how many collectives the graph issues on each group. With `.sequences`, as
+            `_graph.count_collectives` gives it, a split tells whether the ranks' collectives differ.
         graph_module_str: the graph's record or text, or a callable that makes it, for the report on a split. The
             callable is called in another thread, at most once, and only if debugging is on and the ranks were split.
+        label: what messages call the graph beside its fingerprint, such as "layer 3 backward".
 
     Returns:
         True for fat, False for split.
@@ -486,7 +525,8 @@ def submit_handshake(
     Raises:
         As `Handshake.submit`. After a HandshakeConfigError nothing was counted.
     """
-    return submit_handshake_async(executable_fingerprint, pg_to_num_collectives, graph_module_str).result()
+    ticket = submit_handshake_async(executable_fingerprint, pg_to_num_collectives, graph_module_str, label=label)
+    return ticket.result()
 
 
 def submit_handshake_async(
@@ -495,12 +535,13 @@ def submit_handshake_async(
     graph_module_str: GraphText = None,
     *,
     partial: bool = False,
+    label: str | None = None,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
     stage = HandshakeStage.DISPATCH_STAGE
-    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage)
+    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage, label=label)
     if gate._remembered:
-        return Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str)
+        return Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str, label)
     return gate._cast(partial)
 
 
@@ -531,12 +572,14 @@ class DispatchGate:
         graph_module_str: GraphText = None,
         *,
         stage: HandshakeStage | str | None = None,
+        label: str | None = None,
     ) -> None:
         """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
         that of the open handshake by default, as `should_handshake` takes it."""
-        self._fingerprint, self._text = executable_fingerprint, graph_module_str
+        self._fingerprint, self._text, self._label = executable_fingerprint, graph_module_str, label
         self._digest = _vocabulary.fingerprint_digest(_vocabulary.usable_fingerprint(executable_fingerprint))
         self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
+        self._sequences = getattr(pg_to_num_collectives, "sequences", {})
         self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
         self._session: _Session | None = None  # in which it voted last; its groups are resolved once for each
         self._takes: list[tuple[_client.Line, int]] = []
@@ -562,9 +605,12 @@ class DispatchGate:
             self._takes = session.client.resolve(self._collectives)
             session.connected()
             self._flags = session.flags(self._text, partial)
+            collectives = [self._sequences.get(line.group, ()) for line, _ in self._takes]
+            name = _vocabulary.graph_name(self._fingerprint, self._label)
+            session.client.declare(self._digest, name, collectives)
             self._session = session
         pending = session.client.vote(self._takes, self._digest, self._flags)
-        return Ticket(session, pending, self._fingerprint, self._text)
+        return Ticket(session, pending, self._fingerprint, self._text, self._label)
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks

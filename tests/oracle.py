@@ -13,7 +13,7 @@ It keeps every vote for ever and works everything out from scratch each time it 
   plan, which is called PLAN here; or without one, if one of its ranks still waits in an older vote.
 
 `verdicts` is that rule alone. `Oracle` adds what depends on time and on who can still vote: ranks that wait for one
-another in a cycle, timeouts, lost ranks, and those who come late to one of these.
+another in a cycle, ranks that count differently, timeouts, lost ranks, and those who come late to one of these.
 """
 
 from collections.abc import Collection, Sequence
@@ -182,8 +182,17 @@ class Oracle:
         cycles = [cycle for cycle in self.cycles() if self.cycle_due_at(cycle) <= now]
         self.stood.update(group for cycle in cycles for group in self.groups_of(cycle))
         answered = self.answer(cycles, [SPLIT] * len(cycles))
+        answered |= self.answer_miscounts(now)
         late = [component for component in self.waiting_components() if self.out_of_time_at(component) <= now]
-        return answered | self.answer(late, [SPLIT if differs(self.votes, its) else TIMEOUT for its in late])
+        answered |= self.answer(late, [SPLIT if differs(self.votes, its) else TIMEOUT for its in late])
+        return answered | self.answer_miscounts(now)
+
+    def answer_miscounts(self, now: float) -> dict[int, str]:
+        answered = {}
+        while due := [its for its in self.waiting_components() if self.miscount_due_at(its) <= now]:
+            answered |= self.answer(due[:1], [SPLIT])
+            self.stood |= self.groups_of(due[0])
+        return answered
 
     def due(self) -> dict[int, str]:
         waiting = self.waiting_components()
@@ -227,6 +236,22 @@ class Oracle:
         if self.groups_of(cycle) <= self.stood:
             return closed_at
         return min(closed_at + self.cycle_grace_s, self.out_of_time_at(cycle))
+
+    def miscount_due_at(self, component: Sequence[int]) -> float:
+        """When a component is split because a rank that it lacks counts fewer collectives: the rank's last vote was
+        answered, and is on the same program, farther back on each of the groups. Infinity where it is not so."""
+        if differs(self.votes, component):
+            return float("inf")
+        for rank in sorted(missing(self.votes, component)):
+            own = [place for place, vote in enumerate(self.votes) if vote.rank == rank]
+            last = self.votes[own[-1]] if own and self.answers[own[-1]] != WAITS else None
+            spans = [(group, span) for place in component for group, span in self.votes[place].spans.items()]
+            if last is not None and last.fingerprint == self.votes[component[0]].fingerprint:
+                mine = [(last.spans.get(group, span), span) for group, span in spans if rank in group]
+                if all(its[1] < span[0] and its[1] - its[0] == span[1] - span[0] for its, span in mine):
+                    seen_at = max(self.cast_at[place] for place in [own[-1], *component])
+                    return seen_at + (0.0 if self.groups_of(component) <= self.stood else self.cycle_grace_s)
+        return float("inf")
 
     def waiting_components(self, but: int | None = None) -> list[list[int]]:
         """Those of the votes without an answer; all votes, or all but one."""

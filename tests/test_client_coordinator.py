@@ -22,7 +22,7 @@ _protocol = load("_protocol")
 _rendezvous = load("_rendezvous")
 _vocabulary = load("_vocabulary")
 
-PARTIAL, PLAN, PLANS = _protocol.PARTIAL, _protocol.PLAN, _protocol.PLANS
+PARTIAL, PLAN, PLANS, SPEAKS = _protocol.PARTIAL, _protocol.PLAN, _protocol.PLANS, _protocol.SPEAKS
 FAT, SPLIT, TIMEOUT, PEER_LOST, VOTE_REFUSED = (
     _protocol.FAT,
     _protocol.SPLIT,
@@ -702,10 +702,10 @@ def test_partial_votes_are_held_until_all_have_voted_and_frames_of_extras_come_a
         assert peer.receive() == _protocol.Extra(PLANS, 7, 1, b"start")
         detail, verdict = peer.receive(), peer.receive()
         assert "fingerprints differ at [0, 1) on ranks 0-2" in detail.facts["reason"]
-        assert verdict == _protocol.Verdict(7, SPLIT, PLAN)
+        assert verdict == _protocol.Verdict(7, SPLIT, PLAN)  # rank 0 has the same graph, and speaks for both
         channels = []
         for client, pending in zip(clients, votes, strict=True):
-            assert answer(client, pending) == SPLIT and pending.flags == PLAN
+            assert answer(client, pending) == SPLIT and pending.flags == PLAN | SPEAKS
             channels.append(_client.Channel(client, pending, PLANS, PATIENCE_S))
             assert channels[-1].receive() == (1, b"start")
         number = votes[0].number
@@ -734,7 +734,7 @@ def test_one_vote_that_is_not_partial_is_enough_for_an_ordinary_split():
         peer.send(_protocol.encode_vote(7, 0, A, (0, 0, 1)))
         assert isinstance(peer.receive(), _protocol.Detail) and peer.receive() == _protocol.Verdict(7, SPLIT)
         for client, pending in zip(clients, votes, strict=True):
-            assert answer(client, pending) == SPLIT and pending.flags == 0 and not client._votes
+            assert answer(client, pending) == SPLIT and pending.flags == SPEAKS and not client._votes
         assert rounds.told == []
 
 

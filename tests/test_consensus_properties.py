@@ -612,6 +612,7 @@ def test_what_is_not_kept_is_split() -> None:
     assert told(3, 4) == (SPLIT, f"rank 2 is late at [3, 4) on ranks 0-2: {others} for it to be known")
     last = 2 * steps - 2
     differ = f"fingerprints differ at [{last}, {last + 2}) on ranks 0-2: A on rank 0; B on rank 1"
+    differ += "; 2 of 3 ranks had voted"
     assert told(last, last + 2) == (SPLIT, differ)
     machine.machine.drop_rank(1, 6.0)
     assert told(2 * steps, 2 * steps + 2)[0] == PEER_LOST
@@ -712,6 +713,78 @@ def test_two_that_agree_by_themselves_are_held_back_when_a_vote_links_them() -> 
     assert machine.cast(1, "A", {(0, 1): (0, 1), (1, 2): (0, 1)}, partial=True) == {}
     told = machine.cast(2, "A", {(1, 2): (0, 1), (2, 3): (0, 1)}, partial=True)
     assert told == dict.fromkeys(WORLD4, PLAN)
+
+
+SUM, MAX = "all_reduce sum float32 8", "all_reduce max float32 8"
+
+
+def splits(machine: Machine, votes: list[tuple[int, str, tuple[int, int]]]) -> list:
+    """The findings of these votes on the world of two, or three, in the order of their ranks."""
+    decisions = []
+    world = machine.line(*range(machine.machine._num_ranks))
+    for rank, fingerprint, span in votes:
+        decisions += machine.machine.cast(machine.machine.voter(rank), [(world, span)], fingerprint, None, 0.0)
+    assert {decision.outcome.name for decision in decisions} == {SPLIT}
+    return sorted(decisions, key=lambda decision: decision.rank)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "spans", "broken"),
+    [
+        ([SUM, SUM], [SUM, SUM], [(0, 2), (0, 2)], ""),
+        ([SUM, SUM], [SUM, MAX], [(0, 2), (0, 2)], f"[1, 2) on ranks 0-1 is {SUM} on rank 0, {MAX} on rank 1"),
+        ([SUM, SUM], [], [(0, 2), (0, 2)], None),  # rank 1 has not said what its collectives are
+        ([SUM, MAX], [SUM, MAX, SUM], [(0, 2), (0, 3)], None),  # a graph break, perhaps: the rest is still to come
+        ([SUM, MAX], [MAX, SUM, SUM], [(0, 2), (0, 3)], f"[0, 1) on ranks 0-1 is {SUM} on rank 0, {MAX} on rank 1"),
+    ],
+)
+def test_a_split_says_whether_the_collectives_differ(mine, theirs, spans, broken) -> None:
+    machine = Machine(2)
+    machine.machine.programs = {
+        "A": _consensus.Program("my graph", [mine]),
+        "B": _consensus.Program("yours", [theirs] if theirs else ()),
+    }
+    told = splits(machine, [(0, "A", spans[0]), (1, "B", spans[1])])
+    assert [decision.finding.broken for decision in told] == [broken, broken]
+    assert spans[0] != spans[1] or "my graph on rank 0; yours on rank 1" in told[0].reason
+
+
+def test_a_latecomer_whose_collectives_differ_is_told_so() -> None:
+    machine = Machine(4)
+    machine.machine.programs = {
+        name: _consensus.Program(name, [[MAX if name == "C" else SUM]]) for name in ("A", "B", "C")
+    }
+    told = splits(machine, [(0, "A", (0, 1)), (1, "B", (0, 1)), (2, "C", (0, 1)), (3, "A", (0, 1))])
+    assert [decision.finding.broken for decision in told][:2] == ["", ""]
+    assert told[2].finding.broken == f"[0, 1) on ranks 0-3 is {SUM} on rank 0, {MAX} on rank 2"
+    assert [decision.speaks for decision in told] == [True, True, True, False]  # rank 3 has what rank 0 has
+
+
+def miscounting() -> Machine:
+    """Rank 1 issued three collectives that it did not count; then both run one graph over and over."""
+    machine = Machine(2, timeout_s=60.0)
+    assert machine.cast(0, "A", {(0, 1): (3, 4)}, 0.0) == {}
+    assert machine.cast(1, "A", {(0, 1): (0, 1)}, 1.0) == {1: SPLIT}
+    return machine
+
+
+def test_ranks_that_count_differently_are_split_after_a_grace_and_then_at_once() -> None:
+    machine = miscounting()
+    assert machine.told(machine.machine.expire(5.5)) == {}
+    assert machine.told(machine.machine.expire(6.0)) == {0: SPLIT}
+    assert machine.reasons[0].startswith("rank 1 counts 3 collectives fewer on ranks 0-1 than rank 0: it voted on ")
+    for step, now in ((1, 7.0), (2, 8.0)):
+        assert machine.cast(0, "A", {(0, 1): (3 + step, 4 + step)}, now) == {}
+        assert machine.cast(1, "A", {(0, 1): (step, 1 + step)}, now) == {1: SPLIT}
+        assert machine.machine.next_deadline() <= now
+        assert machine.told(machine.machine.expire(now)) == {0: SPLIT}
+
+
+def test_a_rank_that_catches_up_within_the_grace_is_waited_for() -> None:
+    machine = miscounting()
+    assert machine.cast(1, "A", {(0, 1): (1, 2)}, 2.0) == {1: SPLIT}
+    assert machine.cast(1, "A", {(0, 1): (2, 3)}, 3.0) == {1: SPLIT}
+    assert machine.cast(1, "A", {(0, 1): (3, 4)}, 4.0) == {0: FAT, 1: FAT}
 
 
 WAYS_OUT = {

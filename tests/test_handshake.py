@@ -22,7 +22,7 @@ _vocabulary = load("_vocabulary")
 
 PAIR = (0, 1)
 WORLD = (0, 1, 2)
-VARIABLES = ("STAGE", "GROUPS", "PORT", "TIMEOUT_S", "ON_TIMEOUT", "SECRET", "DEBUG")
+VARIABLES = ("STAGE", "GROUPS", "PORT", "TIMEOUT_S", "ON_TIMEOUT", "ON_MISMATCH", "SECRET", "DEBUG")
 OLD_STAGE_VARIABLE = "TORCH_TPU_SPMD_HANDSHAKE_STAGE"  # torch_tpu 0.2.0's
 
 
@@ -94,10 +94,59 @@ def test_fat_split_and_fat_again(coordinator, caplog):
             assert (stats["handshakes"], stats["fat"], stats["split"]) == (3, 2, 1)
             assert 0 < stats["longest_wait_s"] <= stats["waited_s"]
             assert 0 < stats["bytes_sent"] < 300
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 4
+    # One rank of each graph warns; the others say the same at DEBUG.
+    warned = sorted(record.getMessage().split()[5] for record in caplog.records if record.levelno == logging.WARNING)
+    assert warned == ["a", "b"] and len(caplog.records) == 4
     for rank, fingerprint in enumerate("aaba"):
         [text] = messages(caplog, f"rank {rank} runs graph {fingerprint} split")
         assert "fingerprints differ at [2, 3) on ranks 0-3" in text and variable("DEBUG") in text
+
+
+SUM, MAX = "all_reduce sum float32 8", "all_reduce max float32 8"
+
+
+class Counted(dict):
+    """What `_graph.count_collectives` gives: counts, and what the collectives are."""
+
+    def __init__(self, ranks, *collectives):
+        super().__init__({Group(ranks): len(collectives)})
+        self.sequences = {_vocabulary.ProcessGroupId(ranks): list(collectives)}
+
+
+def split_of_two(theirs, **options):
+    """Rank 0's gate and rank 1's vote differ; rank 1's collectives are these. Gives rank 0's answer."""
+    with two_ranks(stage="DISPATCH_STAGE", **options) as (_, one):
+        client = one._session.client
+        client.declare(_vocabulary.fingerprint_digest("theirs"), "theirs", [theirs])
+        gate = handshake.DispatchGate("mine", Counted(PAIR, SUM, SUM), label="layer 3 backward")
+        vote = request(1, (PAIR, 0, 2), fingerprint="theirs")
+        answer, _ = together(gate.vote, lambda: one.submit(vote))
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("theirs", "level", "text"),
+    [
+        ([SUM, SUM], "WARNING", "Their collectives agree, so this is slower, and right"),
+        ([SUM, MAX], "ERROR", "wrong numbers, split or not: [1, 2) on ranks 0-1 is "),
+        ([], "WARNING", "fingerprints differ"),
+    ],
+)
+def test_a_split_tells_slower_from_broken_and_names_the_graph(theirs, level, text, caplog):
+    assert split_of_two(theirs) is False
+    [record] = [record for record in caplog.records if "rank 0 runs" in record.getMessage()]
+    assert record.levelname == level and text in record.getMessage()
+    assert 'rank 0 runs graph "layer 3 backward" (mine) split at its collectives (time 1)' in record.getMessage()
+    assert '"layer 3 backward" (mine) on rank 0' in record.getMessage() and "theirs on rank 1" in record.getMessage()
+    assert theirs or "collectives agree" not in record.getMessage()
+    assert level != "ERROR" or (f"{SUM} on rank 0" in record.getMessage() and f"{MAX} on rank 1" in record.getMessage())
+
+
+def test_what_is_broken_is_an_error_where_it_is_asked_for():
+    error = split_of_two([SUM, MAX], on_mismatch="raise")
+    assert isinstance(error, handshake.HandshakeMismatchError) and error.ranks == PAIR and error.span == (0, 2)
+    assert "layer 3 backward" in str(error) and SUM in str(error)
+    assert split_of_two([SUM, SUM], on_mismatch="raise") is False
 
 
 def test_subgroups_at_the_same_time_and_without_the_coordinators_rank():

@@ -24,24 +24,24 @@ pytestmark = [
 
 # Lines, all of them, that each file may have. A file that needs more has something in it that should not be there.
 CORE = {
-    "handshake.py": 690,
+    "handshake.py": 660,
     "_vocabulary.py": 440,
-    "_protocol.py": 370,
-    "_consensus.py": 500,
-    "_coordinator.py": 690,
-    "_client.py": 650,
+    "_protocol.py": 340,
+    "_consensus.py": 600,
+    "_coordinator.py": 600,
+    "_client.py": 570,
     "_rendezvous.py": 360,
 }
 EXTRAS = {
-    "_graph.py": 1180,
+    "_graph.py": 1000,
     "_graph_plan.py": 1100,
-    "_graph_diff.py": 1020,
-    "_graph_report.py": 1040,
+    "_graph_diff.py": 990,
+    "_graph_report.py": 970,
     "_graph_text.py": 800,
 }
 TOOLS = {"bench.py": 700}
-MOST_LINES_OF_THE_CORE = 3700
-MOST_LINES = 8850
+MOST_LINES_OF_THE_CORE = 3550
+MOST_LINES = 8500
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")

@@ -37,6 +37,7 @@ MESSAGES = {
     "split verdict": _protocol.Verdict(2**32 - 1, _protocol.SPLIT, _protocol.PLAN),
     "detail": _protocol.Detail(9, {"reason": "lost: ü", "ranks": [[0, 3, 2]], "group": None, "span": [7, 9]}),
     "notice": _protocol.Notice("waiting for rank 1"),
+    "program": _protocol.Program(DIGEST, b'{"name":"layer 3","collectives":[["all_reduce sum float32 8"]]}'),
     "extra": _protocol.Extra(_protocol.PLANS, 9, 3, b"\x00\xff"),
     "extra without a payload": _protocol.Extra(_protocol.REPORTS, 9, 255, b""),
 }
@@ -339,3 +340,4 @@ def test_long_and_odd_texts_are_cut_and_still_read(text):
     assert _protocol.ranks_of(detail.facts["ranks"]) == (0, 2, 4)
     assert _protocol.ranks_of(detail.facts["group"]) == (0, 1, 2, 3, 4)
     assert detail.facts["span"] == [7, MAX_POSITION + 2**32]
+    assert detail.facts["broken"] is None

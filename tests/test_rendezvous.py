@@ -148,6 +148,7 @@ def test_defaults():
         uses_store=True,
         timeout_s=60.0,
         split_on_timeout=False,
+        raise_on_mismatch=False,
         stage=_vocabulary.HandshakeStage.OFF,
         groups="role",
         debug="",
@@ -163,6 +164,7 @@ SETTABLE = [
     ("port", _rendezvous.PORT_VARIABLE, "4000", "port", 4000, "4001"),
     ("timeout_s", _rendezvous.TIMEOUT_VARIABLE, "2.5", "timeout_s", 2.5, "3"),
     ("on_timeout", _rendezvous.ON_TIMEOUT_VARIABLE, "split", "split_on_timeout", True, "raise"),
+    ("on_mismatch", _rendezvous.ON_MISMATCH_VARIABLE, "raise", "raise_on_mismatch", True, "warn"),
     ("secret", _rendezvous.SECRET_VARIABLE, "hush", "secret", "hush", "loud"),
     *(
         ("stage", name, "dispatch_stage", "stage", _vocabulary.HandshakeStage.DISPATCH_STAGE, "OFF")
