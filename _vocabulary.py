@@ -245,8 +245,11 @@ class ProcessGroupCollectiveCount:
     num_collectives_in_graph: int  # those that this graph issues; 0 where the group is idle in it
 
     def __post_init__(self) -> None:
-        before = whole_number(self.collective_count_before, "collective_count_before", least=0)
-        number = whole_number(self.num_collectives_in_graph, "num_collectives_in_graph", least=0)
+        before, number = self.collective_count_before, self.num_collectives_in_graph
+        if type(before) is type(number) is int and 0 <= before <= number + before <= MAX_COLLECTIVES_IN_GRAPH:
+            return  # as nearly always; who counts by himself makes one for each vote
+        before = whole_number(before, "collective_count_before", least=0)
+        number = whole_number(number, "num_collectives_in_graph", least=0)
         if before + number > MAX_LINE_POSITION or number > MAX_COLLECTIVES_IN_GRAPH:
             bounds = f"at most {MAX_COLLECTIVES_IN_GRAPH} collectives, and its line ends at {MAX_LINE_POSITION}"
             raise HandshakeConfigError(f"on a group a graph has {bounds}; got {before} + {number}")

@@ -25,7 +25,7 @@ pytestmark = [
 # Lines, all of them, that each file may have. A file that needs more has something in it that should not be there.
 CORE = {
     "handshake.py": 660,
-    "_vocabulary.py": 440,
+    "_vocabulary.py": 445,
     "_protocol.py": 340,
     "_consensus.py": 600,
     "_coordinator.py": 600,
