@@ -61,6 +61,7 @@ FACTS_THAT_MUST_AGREE = {
     ),
     "stage": "Set TORCH_TPU_INTERNAL_HANDSHAKE_STAGE to the same on all ranks",
     "groups": "Set TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS to the same on all ranks",
+    "mode": "Set TORCH_TPU_INTERNAL_HANDSHAKE_MODE to the same on all ranks",
     "on_timeout": "Set TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT to the same on all ranks",
     **dict.fromkeys(("torch", "torch_tpu"), "Install the same version on all ranks"),
 }

@@ -41,6 +41,7 @@ else:
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
 ON_TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT"
+MODE_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_MODE"
 ON_MISMATCH_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_ON_MISMATCH"
 SECRET_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_SECRET"
 DEBUG_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_DEBUG"
@@ -124,6 +125,8 @@ _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
         {"raise": False, "split": True}.__getitem__, "raise or split"),
     "on_mismatch": ("raise_on_mismatch", ON_MISMATCH_VARIABLE, False,
         {"warn": False, "raise": True}.__getitem__, "warn or raise"),
+    "mode": ("observe", MODE_VARIABLE, False,
+        {"enforce": False, "observe": True}.__getitem__, "enforce or observe"),
     "secret": ("secret", SECRET_VARIABLE, None, lambda value: str.encode(value).decode(), "text that UTF-8 can encode"),
     "stage": ("stage", "", HandshakeStage.from_env,
         lambda value: HandshakeStage.parse(value, ""), f"a valid stage: {', '.join(HandshakeStage.__members__)}"),
@@ -148,6 +151,7 @@ class Settings(NamedTuple):
     timeout_s: float
     split_on_timeout: bool
     raise_on_mismatch: bool
+    observe: bool
     stage: HandshakeStage
     groups: str
     debug: str  # a folder's absolute path; "": off

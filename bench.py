@@ -46,6 +46,7 @@ KINDS = {
     "gate": "DispatchGate.vote(), one group",
     "gate2": "DispatchGate.vote(), two groups",
     "submit": "Handshake.submit(), one group",
+    "observe": "DispatchGate.vote(), one group, observing",
 }
 FINGERPRINT = "0123456789abcdef0123456789abcdef"
 VOTE_BYTES = len(_protocol.encode_vote(0, 0, bytes(16), (0, 0, 1)))
@@ -65,7 +66,10 @@ def groups_of(rank: int, world_size: int, kind: str) -> dict[handshake.ProcessGr
 
 def run_rank(kind: str, rank: int, world_size: int, port: int, votes: int) -> None:
     """A rank: prints the coordinator's port if it is rank 0, then what it measured; ends when its stdin does."""
-    mine = handshake.Handshake(rank, world_size=world_size, host="127.0.0.1", port=port, stage="DISPATCH_STAGE")
+    options = {"world_size": world_size, "host": "127.0.0.1", "port": port, "stage": "DISPATCH_STAGE"}
+    mine = handshake.Handshake(rank, mode="observe" if kind == "observe" else "enforce", **options)  # type: ignore[arg-type]
+    while rank == 0 and mine._session._coordinator is None:  # one that observes starts it in the background
+        time.sleep(0.001)
     coordinator = 0
     if mine.address is not None:
         print(mine.address[1], flush=True)
@@ -88,10 +92,20 @@ def run_rank(kind: str, rank: int, world_size: int, port: int, votes: int) -> No
         seconds.append(time.perf_counter() - started)
         if not agreed:
             raise RuntimeError(f"vote {number} of rank {rank} was split")
+        if kind == "observe" and number % 500 == 0:  # it is not to run ahead without end
+            wait_until_counted(mine, number)
+    wait_until_counted(mine, votes)
     measured = len(seconds) - votes // 10
     cpu = (cpu_seconds(coordinator) - cpu_before) / measured / world_size if coordinator else None
     print(json.dumps({"seconds": seconds[-measured:], "cpu": cpu}), flush=True)
     sys.stdin.read()
+
+
+def wait_until_counted(mine: handshake.Handshake, votes: int) -> None:
+    """Until so many votes have their verdicts; what nobody waits for comes later."""
+    until = time.monotonic() + PATIENCE_S
+    while mine.stats()["handshakes"] < votes and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def run_star_rank(rank: int, world_size: int, port: int, votes: int) -> None:
@@ -242,7 +256,7 @@ def simulated_cpu(world_size: int, two_groups: bool) -> float:
         for rank in range(world_size):
             client = _client.Client(rank, world_size)
             deadline = _rendezvous.Deadline(PATIENCE_S)
-            _client.connect(client, lambda _: endpoint, {**session._facts(), "rank": rank}, deadline)
+            _client.connect(client, lambda _: endpoint, {**session.facts(), "rank": rank}, deadline)
             mine = [groups[rank // side], groups[side + rank % side]] if two_groups else groups
             clients.append((client, client.resolve(dict.fromkeys(mine, 1))))
         steps = max(2, SIMULATED_VOTES // world_size)

@@ -70,7 +70,6 @@ class _Session:
 
     def __init__(self, settings: _rendezvous.Settings) -> None:
         self.settings = settings
-        self.client = _client.Client(settings.rank, settings.world_size)
         self.closed = ""  # why, once it is
         self.endpoint: _rendezvous.Endpoint | None = None  # on the coordinator rank
         # The coordinator ends every wait in time; the client's own limit is for a coordinator that hangs.
@@ -82,15 +81,30 @@ class _Session:
         self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
         self._coordinator: _coordinator.Coordinator | None = None
+        self.client: _client.Client
+        self.observer: Any = None  # the client, where it is one that only observes
+        if settings.observe:
+            observe = _extra("_observe")
+            if observe is None:
+                raise HandshakeConfigError("mode=observe needs _observe.py, which is not beside handshake.py")
+            self.client = self.observer = observe.Observer(self)
+        else:
+            self.client = _client.Client(settings.rank, settings.world_size)
+            self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """Where this rank coordinates. Raises as `Handshake`."""
+        settings = self.settings
         if settings.world_size > 1 and settings.rank == settings.coordinator_rank:
             self._is_published = settings.store() is not None
             listener, self.endpoint = _rendezvous.select_handshake_port(settings)
             _client.prepare_socket(listener)
-            facts = {**self._facts(), "session": self.endpoint.session}
+            facts = {**self.facts(), "session": self.endpoint.session}
             config = _coordinator.Config(facts, self.endpoint.secret, settings.debug)
             self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What this rank says of itself when it connects, but for the session."""
         settings = self.settings
         as_they_are = ("rank", "world_size", "coordinator_rank", "groups", "timeout_s")
         found = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch", "torch_tpu")}
@@ -98,6 +112,7 @@ class _Session:
             **{name: getattr(settings, name) for name in as_they_are},
             **{name: str(version) for name, version in found.items() if version is not None},
             "stage": settings.stage.name,
+            "mode": "observe" if settings.observe else "enforce",
             "on_timeout": "split" if settings.split_on_timeout else "raise",
             "python": ".".join(map(str, sys.version_info[:3])),
             "host": socket.gethostname(),
@@ -112,12 +127,9 @@ class _Session:
                 return self.client
             if self._connect_failure is not failure_before and self._connect_failure is not None:
                 raise self._connect_failure.with_traceback(None)  # another thread's attempt, while this one waited
-            with self.lock:
-                self.must_be_open()
-                self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             self.publish()
             try:
-                _client.connect(self.client, self._find, self._facts(), self._connect_within)
+                _client.connect(self.client, self.find, self.facts(), self.connect_within())
             except HandshakeError as error:
                 self.must_be_open()
                 self._connect_failure = error
@@ -127,7 +139,15 @@ class _Session:
                 threading.Thread(target=self.client.read_on, name="handshake-reports", daemon=True).start()
         return self.client
 
-    def _find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
+    def connect_within(self) -> _rendezvous.Deadline:
+        """Until when to connect, from now on; `close` cuts it. Raises HandshakeError if it was closed."""
+        with self.lock:
+            self.must_be_open()
+            self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
+            return self._connect_within
+
+    def find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
+        """Where the coordinator is (`_rendezvous.find_endpoint`); this rank's own is on this host."""
         if self.endpoint is not None:
             own = _rendezvous.loopback_address(self.settings.host)
             return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
@@ -145,8 +165,8 @@ class _Session:
 
     def flags(self, text: GraphText, partial: bool) -> int:
         """Those of a vote."""
-        has_graph = text is not None and self.client.coordinator.get("debug")
-        can_plan = partial and _extra("_graph_plan") is not None
+        has_graph = text is not None and (self.observer or self.client.coordinator.get("debug"))
+        can_plan = partial and not self.observer and _extra("_graph_plan") is not None
         return (_protocol.PARTIAL if can_plan else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
 
     def close(self) -> None:
@@ -204,6 +224,7 @@ class Handshake:
         timeout_s: float | None = None,
         on_timeout: str | None = None,
         on_mismatch: str | None = None,
+        mode: str | None = None,
         secret: str | None = None,
         stage: HandshakeStage | str | None = None,
         groups: str | None = None,
@@ -221,6 +242,8 @@ class Handshake:
             on_timeout: "raise" or "split" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_TIMEOUT``).
             on_mismatch: where the ranks' collectives differ, so that they hang or get wrong numbers, split or not:
                 "warn" (an error in the log) or "raise" (``TORCH_TPU_INTERNAL_HANDSHAKE_ON_MISMATCH``).
+            mode: "enforce", or "observe": each answer is True at once, nobody waits, and what would have been split or
+                timed out is logged and counted (``TORCH_TPU_INTERNAL_HANDSHAKE_MODE``).
             secret: what ranks must know to be let in (``TORCH_TPU_INTERNAL_HANDSHAKE_SECRET``; the store's).
             stage: for `should_handshake` and `DispatchGate` (``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE``).
             groups: how fingerprints name groups, "role" or "exact" (``TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS``).
@@ -246,7 +269,8 @@ class Handshake:
                     _session = session
                     _vocabulary.given_group_naming = groups
         self._session = _session
-        self._session.publish()
+        if _session.observer is None:
+            _session.publish()
 
     @property
     def rank(self) -> int:
@@ -319,9 +343,12 @@ class Handshake:
         pending = client.vote_counted(request.pg_collective_counts, digest, flags)
         return Ticket(session, pending, fingerprint, graph_text, label)
 
-    def stats(self) -> dict[str, float]:
-        """Handshakes that were waited for, how they ended, `waited_s`, `longest_wait_s` and `bytes_sent`."""
-        return {**self._session.stats, "bytes_sent": self._session.client.bytes_sent}
+    def stats(self) -> dict[str, Any]:
+        """Handshakes that were waited for, how they ended, `waited_s`, `longest_wait_s` and `bytes_sent`. In the mode
+        "observe" also `graphs`: the same counts by graph."""
+        session = self._session
+        observed = {} if session.observer is None else {"graphs": session.observer.graphs}
+        return {**session.stats, "bytes_sent": session.client.bytes_sent, **observed}
 
     def close(self) -> None:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
@@ -358,6 +385,9 @@ class Ticket:
         self._lock = threading.Lock()
         self._answer: bool | HandshakeError | None = True if pending is None else None
         self.exchange: Any = None
+        if session.observer is not None and pending is not None:
+            self._answer = True
+            session.observer.watch(self, pending)
 
     def __del__(self) -> None:
         if self._pending is not None and self._answer is None:
@@ -368,18 +398,28 @@ class Ticket:
         if self._answer is None:
             with self._lock:
                 if self._answer is None and self._pending is not None:
-                    self._answer = self._wait(self._session, self._pending)
+                    self._answer = self._wait(self._pending)
         if isinstance(self._answer, HandshakeError):
             raise self._answer.with_traceback(None)
         return bool(self._answer)
 
-    def _wait(self, session: _Session, pending: _client.PendingVote) -> bool | HandshakeError:
-        """Waits for the verdict, counts it, and does what follows from it."""
+    @property
+    def name(self) -> str:
+        """How messages name the graph."""
+        return _vocabulary.graph_name(self._fingerprint, self._label)
+
+    def _wait(self, pending: _client.PendingVote) -> bool | HandshakeError:
+        session = self._session
         if not pending.outcome:
             # This thread can't go through its last exchange any more: nobody must wait for it there.
             for exchange in vars(_thread).pop("exchanges", ()):
                 exchange.leave()
             session.client.wait(pending, pending.sent_at + session.wait_s)
+        return self.conclude(pending)
+
+    def conclude(self, pending: _client.PendingVote) -> bool | HandshakeError:
+        """Counts the verdict, which is there, and does what follows from it."""
+        session = self._session
         waited_s = time.monotonic() - pending.sent_at
         with session.lock:
             stats = session.stats
@@ -435,7 +475,7 @@ class Ticket:
 
     def _log_split(self, pending: _client.PendingVote, reason: str) -> str:
         settings, splits = self._session.settings, self._session.splits
-        name = _vocabulary.graph_name(self._fingerprint, self._label)
+        name = self.name
         with self._session.lock:
             if len(splits) > MAX_SPLITS_COUNTED:
                 splits.clear()
@@ -454,7 +494,8 @@ class Ticket:
         hint = f" Set {variable} to a folder to see what differs and what to change" if folder is None else ""
         if folder is None and settings.debug:
             hint = f" To see why, set {variable} on rank {settings.coordinator_rank} too, which coordinates"
-        text = f"rank {settings.rank} runs graph {name} split at its collectives (time {count}): {reason}.{hint}"
+        how = "whole, which the handshake would have split" if settings.observe else "split at its collectives"
+        text = f"rank {settings.rank} runs graph {name} {how} (time {count}): {reason}.{hint}"
         logger.log(level, "handshake: %s", text)
         return text
 

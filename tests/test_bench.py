@@ -40,19 +40,20 @@ def rows(text, title):
 
 def test_what_a_dispatch_calls_comes_first(printed):
     table = rows(printed, "What a dispatch pays")
-    assert [row[0] for row in table[:3]] == [
+    assert [row[0] for row in table[:4]] == [
         "DispatchGate.vote(), one group",
         "DispatchGate.vote(), two groups",
         "Handshake.submit(), one group",
+        "DispatchGate.vote(), one group, observing",
     ]
-    for _, ranks, handshake, star, ratio, _cpu in table[:3]:
+    for _, ranks, handshake, star, ratio, _cpu in table[:4]:
         assert ranks == "4"
         seconds, floor = (float(figure.removesuffix(" µs")) for figure in (handshake, star))
         assert floor > 0
         # The ratio is of what was measured, and the times are printed to whole microseconds.
         assert (seconds - 0.5) / (floor + 0.5) - 0.01 <= float(ratio) <= (seconds + 0.5) / (floor - 0.5) + 0.01
     # One size: the mean of all is its own.
-    assert [row[-1] for row in table[3:]] == [row[4] for row in table[:3]]
+    assert [row[-1] for row in table[4:]] == [row[4] for row in table[:4]]
 
 
 def test_other_worlds():
@@ -60,9 +61,11 @@ def test_other_worlds():
     text = bench("--ranks", "2", "3", "--simulated", "16", "4096", "--rounds", "1", "--votes", "40", files=200)
     table = rows(text, "What a dispatch pays")
     one, two = (f"DispatchGate.vote(), {groups}" for groups in ("one group", "two groups"))
-    submit = "Handshake.submit(), one group"
-    assert [row[:2] for row in table[:5]] == [[one, "2"], [submit, "2"], [one, "3"], [two, "3"], [submit, "3"]]
-    assert [row[:2] for row in table[5:]] == [[one, "all"], [two, "all"], [submit, "all"]]
+    submit, observe = "Handshake.submit(), one group", f"{one}, observing"
+    two_ranks, three_ranks = [one, submit, observe], [one, two, submit, observe]
+    assert [row[:2] for row in table[:3]] == [[name, "2"] for name in two_ranks]
+    assert [row[:2] for row in table[3:7]] == [[name, "3"] for name in three_ranks]
+    assert [row[:2] for row in table[7:]] == [[name, "all"] for name in three_ranks]
     [simulated, left_out] = rows(text, "The coordinator's own CPU")
     assert simulated[0] == "16" and len(simulated) == 5
     assert left_out == ["4096", "left out: at most 200 files can be open (ulimit -n)"]

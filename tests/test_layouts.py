@@ -24,15 +24,16 @@ pytestmark = [
 
 # Lines, all of them, that each file may have. A file that needs more has something in it that should not be there.
 CORE = {
-    "handshake.py": 660,
+    "handshake.py": 690,
     "_vocabulary.py": 445,
     "_protocol.py": 340,
     "_consensus.py": 600,
     "_coordinator.py": 600,
     "_client.py": 570,
-    "_rendezvous.py": 360,
+    "_rendezvous.py": 370,
 }
 EXTRAS = {
+    "_observe.py": 200,
     "_graph.py": 1000,
     "_graph_plan.py": 1100,
     "_graph_diff.py": 990,
@@ -40,8 +41,8 @@ EXTRAS = {
     "_graph_text.py": 800,
 }
 TOOLS = {"bench.py": 700}
-MOST_LINES_OF_THE_CORE = 3550
-MOST_LINES = 8500
+MOST_LINES_OF_THE_CORE = 3600
+MOST_LINES = 8700
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")

@@ -149,6 +149,7 @@ def test_defaults():
         timeout_s=60.0,
         split_on_timeout=False,
         raise_on_mismatch=False,
+        observe=False,
         stage=_vocabulary.HandshakeStage.OFF,
         groups="role",
         debug="",
@@ -165,6 +166,7 @@ SETTABLE = [
     ("timeout_s", _rendezvous.TIMEOUT_VARIABLE, "2.5", "timeout_s", 2.5, "3"),
     ("on_timeout", _rendezvous.ON_TIMEOUT_VARIABLE, "split", "split_on_timeout", True, "raise"),
     ("on_mismatch", _rendezvous.ON_MISMATCH_VARIABLE, "raise", "raise_on_mismatch", True, "warn"),
+    ("mode", _rendezvous.MODE_VARIABLE, "observe", "observe", True, "enforce"),
     ("secret", _rendezvous.SECRET_VARIABLE, "hush", "secret", "hush", "loud"),
     *(
         ("stage", name, "dispatch_stage", "stage", _vocabulary.HandshakeStage.DISPATCH_STAGE, "OFF")
