@@ -39,6 +39,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import operator
@@ -49,8 +50,7 @@ import struct
 import sys
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 if __package__:
@@ -90,6 +90,15 @@ _PEER_ARGUMENTS = {
     "isend": "dst", "send": "dst", "irecv": "src", "recv_": "src", "recv_any_source_": "", "batch_p2p_ops": "peer_list",
 }  # fmt: skip
 
+# Of what `Collectives.sequences` says. The first is what ops that communicate alike differ by in their names.
+_FORM_OF_OP = re.compile(r"^_+|_(into_tensor|tensor|single|coalesced|out)(?=_|$)|_+$")
+_OF_ONE_SIZE = re.compile(r"(?!.*fused).*(gather|reduce|scatter|all_to_all|alltoall_base|dim_alltoall|broadcast)")
+_REDUCTION_ARGUMENTS = ("reduce_op", "reduceOp", "red_op", "op")
+_ROOT_ARGUMENTS = ("src", "root", "root_rank")
+_SPLITS_ARGUMENT = re.compile("splits|sizes|counts")
+_UNBACKED_SYMBOL = re.compile(r"\bu\d+\b")
+MAX_TENSORS_TEXT = 100  # characters about the tensors of one collective; a digest stands for the rest
+
 MAX_CONSTANT_VALUES_SHOWN = 16  # elements of a tensor constant, in texts and records
 _MAX_CACHED_TRACES = 4096  # stack traces kept parsed: the nodes of one source line share theirs
 # Classes whose `repr` says all, and no two of which have one in common.
@@ -116,6 +125,22 @@ class SourceLine(NamedTuple):
         return f"{self.file}:{self.line}" + (f": {self.code}" if self.code else "")
 
 
+class Collectives(dict[ProcessGroupId, int]):
+    """How many collectives a graph issues on each process group.
+
+    `sequences` says what they are, in the order of the graph, as far as all members must agree: ``all_reduce sum
+    float32 1024``, ``all_gather bfloat16 4096`` (what each member gives), ``broadcast float32 8 root 0``, ``send_recv
+    int64 8`` (with either end). A size that is known at run time only is ``u``; one that members may have different
+    numbers of, such as the uneven splits of an all-to-all, is left out. Ranks whose graphs have one fingerprint have
+    the same sequences, for their groups in order of first use, unless two of these are one to some of the ranks."""
+
+    def __init__(self, issued: Iterable[tuple[ProcessGroupId, str]]) -> None:
+        self.sequences: dict[ProcessGroupId, list[str]] = {}
+        for group, text in issued:
+            self.sequences.setdefault(group, []).append(text)
+        super().__init__({group: len(texts) for group, texts in self.sequences.items()})
+
+
 class CanonicalNode(NamedTuple):
     """A node of a graph as ranks compare it."""
 
@@ -130,7 +155,7 @@ class CanonicalNode(NamedTuple):
     has_effect: bool
 
 
-def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
+def count_collectives(graph_module: Any) -> Collectives:
     """How many collectives one run of the graph issues on each process group, in order of first use; none with 0.
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
@@ -138,19 +163,12 @@ def count_collectives(graph_module: Any) -> dict[ProcessGroupId, int]:
     (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
     that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own. Raises
     HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved."""
-    counts: Counter[ProcessGroupId] = Counter()
-    for node in graph_module.graph.nodes:
-        counts.update(node_collectives(node))
-    return dict(counts)
+    return Collectives(issued for node in graph_module.graph.nodes for issued in _issued(node))
 
 
-def node_collectives(node: Any) -> dict[ProcessGroupId, int]:
-    """The collectives that one node issues, by group, its nested bodies included: see `count_collectives`."""
-    if (call := _collective_call(node)) is not None:
-        return dict(Counter(_resolve(node, call).lines))
-    bodies = [Counter(count_collectives(body)) for body in _bodies(node)]
-    either = operator.or_ if getattr(node.target, "_name", None) == "cond" else operator.add
-    return dict(functools.reduce(either, bodies)) if bodies else {}
+def node_collectives(node: Any) -> Collectives:
+    """The collectives that one node issues, its nested bodies included: see `count_collectives`."""
+    return Collectives(_issued(node))
 
 
 def graph_fingerprint(graph_module: Any, groups: str | None = None) -> str:
@@ -251,6 +269,7 @@ def graph_record(graph_module: Any, fingerprint: str = "") -> str:
 class _CollectiveCall(NamedTuple):
     """A collective that a node calls, directly or through a higher-order op that takes the op and its arguments."""
 
+    op: str  # for people: without c10d's namespaces, and alike for ops that communicate alike
     arguments: dict[str, Any]  # by name, in the order of the schema, with its defaults
     group_argument: str
     peer_argument: str | None = None  # of a point-to-point op
@@ -292,11 +311,60 @@ def _signature(target: Any) -> _CollectiveCall | None:
     schema = _any_overload(target)._schema
     namespace, _, name = schema.name.partition("::")
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    op = _FORM_OF_OP.sub("", name) if "c10d" in namespace else f"{namespace}::{_FORM_OF_OP.sub('', name)}"
     if schema.name in _registered_collectives:
-        return _CollectiveCall(defaults, _registered_collectives[schema.name])
+        return _CollectiveCall(op, defaults, _registered_collectives[schema.name])
     wanted = _GROUP_ARGUMENTS if namespace in _COLLECTIVE_NAMESPACES else ()
     group_argument = next((argument for argument in wanted if argument in defaults), "")
-    return _CollectiveCall(defaults, group_argument, _PEER_ARGUMENTS.get(name)) if group_argument else None
+    return _CollectiveCall(op, defaults, group_argument, _PEER_ARGUMENTS.get(name)) if group_argument else None
+
+
+def _issued(node: Any) -> list[tuple[ProcessGroupId, str]]:
+    """The collectives of a node, in order: on whose line, and what it is (`Collectives.sequences`)."""
+    call = _collective_call(node)
+    if call is not None:
+        return _issued_by_call(call, _resolve(node, call).lines)
+    bodies = [[issued for inner in body.graph.nodes for issued in _issued(inner)] for body in _bodies(node)]
+    if getattr(node.target, "_name", None) == "cond":
+        longest: dict[ProcessGroupId, list[str]] = {}
+        for body in bodies:
+            for group, texts in Collectives(body).sequences.items():
+                longest[group] = max(longest.get(group, []), texts, key=len)
+        return [(group, text) for group, texts in longest.items() for text in texts]
+    return list(itertools.chain(*bodies))
+
+
+def _issued_by_call(call: _CollectiveCall, lines: tuple[ProcessGroupId, ...]) -> list[tuple[ProcessGroupId, str]]:
+    op, is_even, is_pairwise = call.op, True, call.peer_argument is not None
+    reduction = root = ""
+    sent: list[Any] = []
+    # What a rank gives is in the first argument with tensors, inputs first; in a scatter most ranks have outputs only.
+    for name in sorted(call.arguments, key=lambda name: ("input" in name) == (op == "scatter")):
+        value = call.arguments[name]
+        if name in _REDUCTION_ARGUMENTS:
+            value = _object(value)
+            reduction = value if isinstance(value, str) else getattr(value, "name", "premul_sum").lower()
+        elif name in _ROOT_ARGUMENTS and not is_pairwise:
+            root = f"root {value}"
+        elif _SPLITS_ARGUMENT.search(name):
+            is_even &= value is None or (isinstance(value, (list, tuple)) and len(set(map(str, value))) < 2)
+        elif not sent:
+            nodes = [leaf for *_, leaf in _leaves(value) if isinstance(leaf, torch.fx.Node)]
+            values = [_attribute(leaf) if leaf.op == "get_attr" else _result(leaf) for leaf in nodes]
+            sent = [value for value in values if isinstance(value, torch.Tensor)]
+    has_size = is_pairwise or (is_even and _OF_ONE_SIZE.match(op))
+    tensors = []
+    for tensor in sent:
+        size = f" {_UNBACKED_SYMBOL.sub('u', str(tensor.numel()))}" if has_size else ""
+        tensors.append(f"{str(tensor.dtype).removeprefix('torch.')}{size}")
+    if len(tensors) != len(lines):
+        text = " + ".join(tensors)
+        if len(text) > MAX_TENSORS_TEXT:
+            text = f"{text[:MAX_TENSORS_TEXT]}… {executable_fingerprint(text)[:8]}"
+        tensors = [text] * len(lines)
+    texts = [" ".join(filter(None, ("send_recv" if is_pairwise else op, reduction, text, root))) for text in tensors]
+    # The two ends of a pair may have a batch's ops in different orders.
+    return sorted(zip(lines, texts, strict=True), key=operator.itemgetter(1))
 
 
 def _any_overload(target: Any) -> Any:

@@ -753,7 +753,12 @@ def test_groups_must_be_named_in_a_known_way():
 
 
 def names_of(counts):
+    assert {group: len(texts) for group, texts in counts.sequences.items()} == counts
     return {group.ranks: number for group, number in counts.items()}
+
+
+def sequences_of(graph_module):
+    return {group.ranks: texts for group, texts in _graph.count_collectives(graph_module).sequences.items()}
 
 
 def test_every_kind_of_collective_counts_once():
@@ -892,6 +897,122 @@ def test_nested_bodies_count_as_often_as_they_are_called():
             for graph_module in (graphs.dynamo[0], graphs.forward[0]):
                 assert names_of(_graph.count_collectives(graph_module)) == expected, program
                 assert any(node.has_effect for node in _graph.canonical_nodes(graph_module)), program
+
+
+def test_sequences_say_what_all_members_must_agree_on():
+    with world(1):
+        everyone, pair = dist.group.WORLD, dist.new_group([0, 1])
+
+        def program(x, y):
+            reduced = all_reduce(x, everyone)
+            gathered = funcol.all_gather_tensor(y.bfloat16(), 0, everyone)
+            scattered = funcol.reduce_scatter_tensor(reduced, "avg", 0, everyone)
+            sent = funcol.broadcast(reduced, 2, everyone)
+            even = funcol.all_to_all_single(x, None, None, everyone)
+            uneven = funcol.all_to_all_single(x, [1, 2, 3, x.shape[0] - 6], [x.shape[0] // 4] * 4, everyone)
+            several = funcol.all_gather_into_tensor_coalesced([x, y.int()], pair)
+            changed = x.clone()
+            dist.all_reduce(changed, dist.ReduceOp.MIN, group=pair)
+            return gathered, scattered, sent, even, uneven, several, changed
+
+        for dynamic, x, y in [(False, "24", "5"), (True, "s27*s77", "s17")]:
+            graphs = compiled(program, ones(8, 3), ones(5), dynamic=dynamic)
+            for graph_module in (graphs.dynamo[0], graphs.forward[0]):
+                assert sequences_of(graph_module) == {
+                    (0, 1, 2, 3): [
+                        f"all_reduce sum float32 {x}",
+                        f"all_gather bfloat16 {y}",
+                        f"reduce_scatter avg float32 {x}",
+                        f"broadcast float32 {x} root 2",
+                        f"all_to_all float32 {x}",
+                        "all_to_all float32",
+                    ],
+                    (0, 1): [f"all_gather float32 {x} + int32 {y}", f"all_reduce min float32 {x}"],
+                }
+
+
+def test_sequences_of_eager_collectives_that_were_traced():
+    with world(1):
+        pair = dist.new_group([0, 1])
+
+        def program(x):
+            halves = [torch.empty(2), torch.empty(2)]
+            dist.scatter(halves[0], None, src=0, group=pair)
+            dist.all_gather(halves, x[:2], group=pair)
+            dist.all_to_all(halves, list(x.split(2)), group=pair)
+            dist.all_reduce(x, dist.ReduceOp.AVG)
+            dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
+            dist.reduce(x, 3)
+            return x
+
+        assert sequences_of(traced(program, ones(4))) == {
+            (0, 1): ["scatter float32 2 root 0", "allgather float32 2", "alltoall float32 + float32"],
+            (0, 1, 2, 3): [
+                "allreduce avg float32 4", "allreduce premul_sum float32 4", "reduce sum float32 4 root 3",
+            ],
+        }  # fmt: skip
+
+
+def test_numbers_that_are_data_are_not_in_sequences():
+    """Ranks that trace a size known at run time only may number its symbol differently."""
+
+    def program(x, splits, others):
+        first, second = splits.tolist(), others.tolist()
+        for number in (*first, *second):
+            torch._check(number >= 0)
+        exchanged = funcol.all_to_all_single(x, second, first, dist.group.WORLD)
+        return all_reduce(exchanged.sum(0), dist.group.WORLD), all_reduce(x.new_ones(second[1], 4), dist.group.WORLD)
+
+    with world(1), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        splits = torch.tensor([1, 2, 3, 2])
+        graph_module = compiled(program, ones(8, 3), splits, splits).forward[0]
+        assert sequences_of(graph_module) == {
+            (0, 1, 2, 3): ["all_to_all float32", "all_reduce sum float32 3", "all_reduce sum float32 4*u"]
+        }
+
+
+def test_both_ends_of_a_pair_have_the_same_sequence():
+    def sequence(rank, ops, peers, tensors):
+        def program(large, small):
+            given = [{"large": large, "small": small}[name] for name in tensors]
+            return c10d.batch_p2p_ops(ops, peers, [0] * len(ops), given, "0")
+
+        with world(rank):
+            return sequences_of(traced(program, ones(4), ones(3)))[0, 1]
+
+    expected = ["send_recv float32 3", "send_recv float32 4"]
+    assert sequence(0, ["isend", "isend", "irecv"], [1, 2, 1], ["large", "large", "small"]) == expected
+    assert sequence(1, ["isend", "irecv"], [0, 0], ["small", "large"]) == expected
+
+
+def test_ranks_with_one_fingerprint_have_the_same_sequences_for_their_groups_in_order():
+    """What one of them says of its collectives holds for the others too, each on its own groups."""
+    sequences = []
+
+    def make(rank):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+        def program(x):
+            c10d.isend(all_reduce(x, mesh.get_group("tp")), (rank + 1) % 8, 0, "0")
+            return all_reduce(c10d.irecv(x * 2, (rank - 1) % 8, 0, "0"), mesh.get_group("dp"))
+
+        graph_module = traced(program, ones(4))
+        sequences.append(list(sequences_of(graph_module).values()))
+        return graph_module
+
+    assert len(set(fingerprints_of_ranks(make, 8))) == 1
+    reduced, sent = ["all_reduce sum float32 4"], ["send_recv float32 4"]
+    assert sequences == [[reduced, sent, sent, reduced]] * 8
+
+
+def test_many_tensors_of_one_collective_are_told_apart_in_a_short_text():
+    def text(*sizes):
+        graph_module = traced(lambda *xs: funcol.all_reduce_coalesced(xs, "sum", dist.group.WORLD), *map(ones, sizes))
+        return sequences_of(graph_module)[0, 1, 2, 3][0]
+
+    with world(1):
+        assert text(*[1000] * 50, 1) != text(*[1000] * 50, 2)
+        assert len(text(*[1000] * 50)) < 140
 
 
 @pytest.mark.parametrize("kind", ["mesh", "group"])
