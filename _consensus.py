@@ -71,7 +71,7 @@ class Finding:
 
 class Program(NamedTuple):
     """What a rank has said of a fingerprint: how messages name it, and what its collectives are, in their order, on
-    each group in the order of the vote (empty: it has not said that)."""
+    each group in the order of the vote (empty: it has not said that). A word "?" of these is not known."""
 
     name: str
     collectives: Sequence[Sequence[str]] = ()
@@ -506,7 +506,7 @@ class _CollectiveHandshakeConsensus:
                     return None
                 for position, its in enumerate(collectives, start):
                     known, other = seen.setdefault((line, position), (its, vote))
-                    if known != its:
+                    if known != its and _must_differ(known, its):
                         sides = f"{known} on {_with(other, votes)}, {its} on {_with(vote, votes)}"
                         return f"{_at(line, (position, position + 1))} is {sides}"
         places = {place for vote in votes for place in vote.places}
@@ -578,6 +578,12 @@ def _waits_in_cycle(cycle: list[Component]) -> Finding:
 def _with(vote: Decision, votes: Sequence[Decision]) -> str:
     """The ranks of those that have the program of this one."""
     return format_ranks(rank for its in votes if its.fingerprint == vote.fingerprint for rank in its.voter.ranks)
+
+
+def _must_differ(one: str, other: str) -> bool:
+    """Whether two collectives are others: a word "?" may be any."""
+    pairs = list(itertools.zip_longest(one.split(), other.split()))
+    return any(its != their and "?" not in (its, their) for its, their in pairs)
 
 
 def _overlap(one: Span, other: Span) -> bool:

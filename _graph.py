@@ -96,7 +96,6 @@ _OF_ONE_SIZE = re.compile(r"(?!.*fused).*(gather|reduce|scatter|all_to_all|allto
 _REDUCTION_ARGUMENTS = ("reduce_op", "reduceOp", "red_op", "op")
 _ROOT_ARGUMENTS = ("src", "root", "root_rank")
 _SPLITS_ARGUMENT = re.compile("splits|sizes|counts")
-_UNBACKED_SYMBOL = re.compile(r"\bu\d+\b")
 MAX_TENSORS_TEXT = 100  # characters about the tensors of one collective; a digest stands for the rest
 
 MAX_CONSTANT_VALUES_SHOWN = 16  # elements of a tensor constant, in texts and records
@@ -130,7 +129,7 @@ class Collectives(dict[ProcessGroupId, int]):
 
     `sequences` says what they are, in the order of the graph, as far as all members must agree: ``all_reduce sum
     float32 1024``, ``all_gather bfloat16 4096`` (what each member gives), ``broadcast float32 8 root 0``, ``send_recv
-    int64 8`` (with either end). A size that is known at run time only is ``u``; one that members may have different
+    int64 8`` (with either end). A symbolic size is ``?``, which equals any; one that members may have different
     numbers of, such as the uneven splits of an all-to-all, is left out. Ranks whose graphs have one fingerprint have
     the same sequences, for their groups in order of first use, unless two of these are one to some of the ranks."""
 
@@ -355,8 +354,9 @@ def _issued_by_call(call: _CollectiveCall, lines: tuple[ProcessGroupId, ...]) ->
     has_size = is_pairwise or (is_even and _OF_ONE_SIZE.match(op))
     tensors = []
     for tensor in sent:
-        size = f" {_UNBACKED_SYMBOL.sub('u', str(tensor.numel()))}" if has_size else ""
-        tensors.append(f"{str(tensor.dtype).removeprefix('torch.')}{size}")
+        number = str(tensor.numel())
+        size = "" if not has_size else number if number.isdigit() else "?"
+        tensors.append(f"{str(tensor.dtype).removeprefix('torch.')} {size}".strip())
     if len(tensors) != len(lines):
         text = " + ".join(tensors)
         if len(text) > MAX_TENSORS_TEXT:

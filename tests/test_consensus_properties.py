@@ -735,6 +735,9 @@ def splits(machine: Machine, votes: list[tuple[int, str, tuple[int, int]]]) -> l
         ([SUM, SUM], [SUM, MAX], [(0, 2), (0, 2)], f"[1, 2) on ranks 0-1 is {SUM} on rank 0, {MAX} on rank 1"),
         ([SUM, SUM], [], [(0, 2), (0, 2)], None),  # rank 1 has not said what its collectives are
         ([SUM, MAX], [SUM, MAX, SUM], [(0, 2), (0, 3)], None),  # a graph break, perhaps: the rest is still to come
+        ([SUM], ["all_reduce sum float32 ?"], [(0, 1), (0, 1)], ""),  # dynamic shapes on one rank
+        ([SUM], ["all_reduce sum bfloat16 ?"], [(0, 1), (0, 1)], "[0, 1) on ranks 0-1 is all_reduce sum float32 8 on "
+            "rank 0, all_reduce sum bfloat16 ? on rank 1"),
         ([SUM, MAX], [MAX, SUM, SUM], [(0, 2), (0, 3)], f"[0, 1) on ranks 0-1 is {SUM} on rank 0, {MAX} on rank 1"),
     ],
 )

@@ -915,7 +915,7 @@ def test_sequences_say_what_all_members_must_agree_on():
             dist.all_reduce(changed, dist.ReduceOp.MIN, group=pair)
             return gathered, scattered, sent, even, uneven, several, changed
 
-        for dynamic, x, y in [(False, "24", "5"), (True, "s27*s77", "s17")]:
+        for dynamic, x, y in [(False, "24", "5"), (True, "?", "?")]:
             graphs = compiled(program, ones(8, 3), ones(5), dynamic=dynamic)
             for graph_module in (graphs.dynamo[0], graphs.forward[0]):
                 assert sequences_of(graph_module) == {
@@ -967,7 +967,7 @@ def test_numbers_that_are_data_are_not_in_sequences():
         splits = torch.tensor([1, 2, 3, 2])
         graph_module = compiled(program, ones(8, 3), splits, splits).forward[0]
         assert sequences_of(graph_module) == {
-            (0, 1, 2, 3): ["all_to_all float32", "all_reduce sum float32 3", "all_reduce sum float32 4*u"]
+            (0, 1, 2, 3): ["all_to_all float32", "all_reduce sum float32 3", "all_reduce sum float32 ?"]
         }
 
 

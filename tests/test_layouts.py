@@ -34,7 +34,7 @@ CORE = {
 }
 EXTRAS = {
     "_observe.py": 200,
-    "_graph.py": 1000,
+    "_graph.py": 1100,
     "_graph_plan.py": 1100,
     "_graph_diff.py": 990,
     "_graph_report.py": 970,
@@ -42,7 +42,7 @@ EXTRAS = {
 }
 TOOLS = {"bench.py": 700}
 MOST_LINES_OF_THE_CORE = 3600
-MOST_LINES = 8700
+MOST_LINES = 8800
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")
