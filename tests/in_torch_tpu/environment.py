@@ -61,13 +61,14 @@ class Environment:
         self.shim.unlink(missing_ok=True)
 
     def variables(self, package: Path, rank: int, world_size: int) -> dict[str, str]:
-        """The environment of a rank whose `torch_tpu` is in the folder `package`."""
+        """The environment of a rank whose `torch_tpu` is in the folder `package`. It has a compile cache of its own."""
         ranks = range(world_size)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "TPU_"))}
         return kept | {
             "PYTHONPATH": os.pathsep.join([str(package), str(self.site)]),
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(package / f"compiled-{rank}"),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -96,5 +97,6 @@ def _run(command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(str(error)) from error
     if done.returncode:
-        last = next((line for line in reversed(done.stdout.splitlines()) if "rror" in line), done.stdout[-200:])
-        raise UnavailableError(f"{' '.join(command[:4])} … failed: {last.strip()}")
+        lines = done.stdout.strip().splitlines() or [f"status {done.returncode}"]
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+        raise UnavailableError(f"{' '.join(command[:4])} … failed: {reason}")

@@ -31,6 +31,7 @@ def install():
     def compile_and_keep_graph(self, graph_module, *args, **kwargs):
         with unset_fake_temporarily():
             graph = torch.fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+        self._debug = True  # so that the program's text is kept, for `_fingerprint`
         executable = compile_static(self, graph_module, *args, **kwargs)
         executable._fast_runner = _Runner(graph)
         return executable

@@ -2,10 +2,10 @@
 """What VENDORING.md says, done to a copy of torch_tpu 0.2.0.
 
     python vendor.py SITE FOLDER              # SITE/torch_tpu copied to FOLDER, with this project's files in it
-    python vendor.py SITE FOLDER --changes    # … and the recommended changes to torch_tpu made, as many as can be made
+    python vendor.py SITE FOLDER --changes    # … and the recommended changes to torch_tpu made in the copy
 
 A change finds its places by what they contain, not by line numbers. Where one is not found, torch_tpu is another than
-the changes are for, and nothing is written.
+the changes are for, and none is made.
 """
 
 import argparse
@@ -120,8 +120,8 @@ EXECUTABLE_CALL = '''
 EXECUTABLE_REDUCE = '''
   def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if self.pg_to_num_collectives:
-      # Loaded by one rank, it would not vote, and could not be split.
-      raise pickle.PicklingError("a graph that ranks agree on is not cached")
+      # A rank that loads it would not vote, and the others would wait.
+      raise NotImplementedError("a graph that ranks vote on is not cached")
     self.resolve()
     return _unpickle_split_compiled_executable, (self._split_gm,)
 '''
