@@ -147,8 +147,9 @@ class CanonicalNode(NamedTuple):
     op: str  # placeholder, get_attr, call_function, call_method, call_module or output
     target: str  # canonical text of what is called; for a get_attr, of the value
     equality: bytes  # 16, a digest of the whole content; other nodes by their positions
-    alignment: bytes  # 8, a digest of the node's own content; other nodes by their targets only
+    alignment: bytes  # 8, a digest of its own content, and of the form of the values it reads, whatever made these
     inputs: tuple[int, ...]  # positions of the nodes it reads: arguments in order, then keywords by name
+    symbols: tuple[int, ...]  # in all of that, by first appearance: as numbers, by which nodes of one graph share them
     group: ProcessGroupId | None  # of a collective; for a point-to-point op this rank and its peers
     # Not to be moved past its like, repeated or dropped: a collective, wait, mutation, random op, switch of state.
     has_effect: bool
@@ -572,20 +573,21 @@ class _Shared:
 
     def __init__(self, naming: str) -> None:
         self.naming = naming
-        self.symbols: dict[Any, Any] = {}
-        self.expressions: dict[Any, str] = {}
-        self.nested_integers: dict[int, int] = {}
+        self.symbols: dict[Any, list[tuple[Any, str]]] = {}  # of an expression, with the range that each was given
+        self.expressions: dict[tuple[Any, ...], str] = {}
         self.groups: dict[tuple[tuple[int, ...], int], str] = {}
-        self.bodies: dict[int, tuple[str, bool]] = {}
+        self.bodies: dict[int, tuple[str, bool, list[Any]]] = {}
         self.attributes: dict[int, int] = {}  # tensors by identity: a mutation can tell two alike apart
 
-    def body(self, graph_module: Any) -> tuple[str, bool]:
-        """The digest of a graph, and whether a run of it has an effect."""
+    def body(self, graph_module: Any) -> tuple[str, bool, list[Any]]:
+        """The digest of a graph, whether a run of it has an effect, and its symbols by first appearance."""
         known = self.bodies.get(id(graph_module))
         if known is None:
-            nodes = _GraphWalk(self, graph_module).nodes()
+            walk = _GraphWalk(self, graph_module)
+            nodes = walk.nodes()
             digest = executable_fingerprint(b"".join([node.equality for node in nodes]))
-            known = self.bodies[id(graph_module)] = digest, any(node.has_effect for node in nodes)
+            known = digest, any(node.has_effect for node in nodes), list(walk.symbols)
+            self.bodies[id(graph_module)] = known
         return known
 
     def group(self, group: _Group) -> str:
@@ -610,28 +612,32 @@ class _Shared:
         self.groups[key] = f"group({text})"
         return self.groups[key]
 
-    def symbolic(self, value: Any) -> str:
-        """A symbolic number: its expression, with symbols numbered in order of first appearance."""
+    def symbolic(self, value: Any, place: Callable[[Any], int]) -> str:
+        """A symbolic number: its expression, each symbol by its place among those of the node."""
         node = value.node
-        if node.is_nested_int():
-            number = self.nested_integers.setdefault(node.nested_int(), len(self.nested_integers))
-            return f"j{number}*{node.nested_int_coeff()}"
-        expression = node.expr
-        if expression not in self.expressions:
+        expression = getattr(node, "expr", None)
+        if expression is None:  # the ragged size of a nested tensor, outside of a trace
+            return f"j{place(('nested', node.nested_int()))}*{node.nested_int_coeff()}"
+        if expression not in self.symbols:
             # A symbol that appears inside a compound first is rare; of several, the names decide.
-            for symbol in sorted(expression.free_symbols, key=str):
-                if symbol not in self.symbols:
-                    bounds = node.shape_env.var_to_range.get(symbol)
-                    limits = "" if bounds is None else f"[{bounds.lower}..{bounds.upper}]"
-                    name = f"{str(symbol).rstrip('0123456789')}{len(self.symbols)}{limits}"
-                    self.symbols[symbol] = type(symbol)(name, **symbol.assumptions0)
-            self.expressions[expression] = f"<{expression.xreplace(self.symbols)}>"
-        return self.expressions[expression]
+            ordered = sorted(expression.free_symbols, key=str)
+            bounds = [node.shape_env.var_to_range.get(symbol) for symbol in ordered]
+            limits = ["" if bound is None else f"[{bound.lower}..{bound.upper}]" for bound in bounds]
+            self.symbols[expression] = list(zip(ordered, limits, strict=True))
+        renamed = {}
+        for symbol, limit in self.symbols[expression]:
+            name = f"{str(symbol).rstrip('0123456789')}{place(symbol)}{limit}"
+            renamed[symbol] = type(symbol)(name, **symbol.assumptions0)
+        key = (expression, *renamed.values())
+        if key not in self.expressions:
+            self.expressions[key] = f"<{expression.xreplace(renamed)}>"
+        return self.expressions[key]
 
 
 class _GraphWalk:
     """One pass over one graph. `value` writes an argument as text: where it meets a node it notes the position in
-    `_inputs` and writes a mark, so that one text serves for both digests."""
+    `_inputs` and writes a mark, and for a symbol its place among those of the node, of which `_places` are the numbers
+    in the graph; so that one text serves for both digests."""
 
     def __init__(self, shared: _Shared, graph_module: Any) -> None:
         self._shared = shared
@@ -639,6 +645,9 @@ class _GraphWalk:
         self._nodes: list[CanonicalNode] = []
         self._positions: dict[Any, int] = {}
         self._inputs: list[int] = []
+        self.symbols: dict[Any, int] = {}
+        self._places: dict[int, int] = {}
+        self._forms: list[tuple[str, tuple[int, ...]]] = []  # of each node so far: its value's, with the symbols there
         self._storages: dict[int, int] = {}
         self._descriptors: dict[Any, int] = {}
         self._plain_classes = (torch.dtype, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
@@ -657,7 +666,9 @@ class _GraphWalk:
 
     def _node(self, node: Any, position: int) -> CanonicalNode:
         op, target, same = node.op, "", ""
-        self._inputs = []
+        self._inputs, self._places = [], {}
+        form = metadata = self._metadata(_result(node), None)
+        symbols = tuple(self._places)
         members, has_effect = None, _has_effect(node)
         replaced: dict[Any, str] = {}
         if op in ("get_attr", "call_module"):
@@ -685,7 +696,9 @@ class _GraphWalk:
         for key, argument in (*enumerate(node.args), *sorted(node.kwargs.items())):
             written = self.value(argument)  # in any case, for its inputs
             arguments.append(f"{key}={replaced.get(key, written)}")
-        metadata = self._metadata(_result(node), position if op in ("placeholder", "get_attr") else None)
+        if op in ("placeholder", "get_attr"):
+            metadata = self._metadata(_result(node), position)
+            symbols = tuple(self._places)  # an attribute's own text is in those of its readers
         if op == "placeholder" and "desc" in node.meta:
             self._descriptors.setdefault(_of_whole_tensor(node.meta["desc"]), position)
         elif op == "output":
@@ -694,12 +707,19 @@ class _GraphWalk:
         inputs = tuple(self._inputs)
         reads = [self._nodes[i] for i in inputs]
         equality = hashlib.blake2b(encoded, digest_size=16)
-        equality.update(f"{inputs}{same}".encode())
+        equality.update(f"{inputs}{(*self._places,)}{same}".encode())
         alignment = hashlib.blake2b(encoded, digest_size=8)
-        alignment.update("\0".join([read.target for read in reads]).encode("utf-8", "surrogatepass"))
+        for text, numbers in [self._forms[i] for i in inputs]:
+            places = [self._places.setdefault(number, len(self._places)) for number in numbers]
+            alignment.update(f"\0{text}{places}".encode("utf-8", "surrogatepass"))
+        self._forms.append((form, symbols))
         has_effect = has_effect or any(read.op == "get_attr" and read.has_effect for read in reads)
         digests = equality.digest(), alignment.digest()
-        return CanonicalNode(node.name, op, target or op, *digests, inputs, members, has_effect)
+        return CanonicalNode(node.name, op, target or op, *digests, inputs, tuple(self._places), members, has_effect)
+
+    def _place(self, symbol: Any) -> int:
+        number = self.symbols.setdefault(symbol, len(self.symbols))
+        return self._places.setdefault(number, len(self._places))
 
     def _group_arguments(self, call: _CollectiveCall, group: _Group) -> dict[Any, str]:
         """The texts of the arguments that name a collective's group, or a peer in it, by their places and names."""
@@ -724,7 +744,7 @@ class _GraphWalk:
         if kind in _PLAIN_CLASSES or isinstance(value, self._plain_classes):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return self._shared.symbolic(value)
+            return self._shared.symbolic(value, self._place)
         if isinstance(value, enum.Enum) or hasattr(kind, "__members__"):  # Python's, or of a C++ extension
             return f"{_class_name(kind)}.{value.name}"
         if kind in (float, complex):
@@ -747,7 +767,8 @@ class _GraphWalk:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, None, by_value=True)
         if isinstance(value, torch.fx.GraphModule):
-            return self._shared.body(value)[0]
+            digest, _, symbols = self._shared.body(value)  # which of this graph's symbols the body's are
+            return f"{digest}{[self._place(symbol) for symbol in symbols]}"
         if isinstance(value, types.CodeType):
             parts = [value.co_code, value.co_exceptiontable, value.co_names, value.co_varnames, value.co_freevars]
             return self.value([*parts, value.co_flags, value.co_consts])
@@ -835,7 +856,7 @@ class _GraphWalk:
         return text
 
     def _sizes(self, sizes: Any) -> str:
-        return f"({','.join([str(size) if type(size) is int else self._shared.symbolic(size) for size in sizes])})"
+        return f"({','.join([str(size) if type(size) is int else self.value(size) for size in sizes])})"
 
     def _written_back(self, descriptors: Any) -> str:
         """Which outputs are new values of which inputs: AOTAutograd writes those back after the graph has run."""
