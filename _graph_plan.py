@@ -38,7 +38,7 @@ import logging
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if __package__:
@@ -96,14 +96,18 @@ def _align_middle(a: list[Hashable], b: list[Hashable], max_edits: int) -> _Pair
     in_a, in_b = Counter(a), Counter(b)
     place_in_b = {key: j for j, key in enumerate(b)}
     anchors = _longest_chain((i, place_in_b[key]) for i, key in enumerate(a) if in_a[key] == in_b[key] == 1)
-    pairs = []
+    return _fill(anchors, a, b, lambda left, right: _longest_chain(_near_pairs(left, right, max_edits)))
+
+
+def _fill(pairs: _Pairs, a: list[Any], b: list[Any], find: Callable[[list[Any], list[Any]], _Pairs]) -> _Pairs:
+    """`pairs`, and between them those that `find` finds in each gap."""
+    filled: _Pairs = []
     i = j = 0
-    for next_i, next_j in [*anchors, (len(a), len(b))]:
-        gap = _near_pairs(a[i:next_i], b[j:next_j], max_edits)
-        pairs += [(i + left, j + right) for left, right in _longest_chain(gap)]
-        pairs.append((next_i, next_j))
+    for next_i, next_j in [*pairs, (len(a), len(b))]:
+        filled += [(i + left, j + right) for left, right in find(a[i:next_i], b[j:next_j])]
+        filled.append((next_i, next_j))
         i, j = next_i + 1, next_j + 1
-    return pairs[:-1]
+    return filled[:-1]
 
 
 def _near_pairs(a: list[Hashable], b: list[Hashable], edits: int) -> Iterable[tuple[int, int]]:
@@ -199,12 +203,13 @@ class Plan:
 
 
 class Unit(NamedTuple):
-    """A node, with the nodes that stay with it. Values are named by the positions of their nodes in the graph.
+    """A node, with the nodes that stay with it. Values are named by the positions of their nodes in the graph; the
+    symbols of sizes are values that no unit makes, with numbers below 0.
 
     Attributes:
-        key: content, but for what it reads; `_NO_KEY` if it takes no part.
+        key: content, and what the values are that it reads, but not which; `_NO_KEY` if it takes no part.
         values: its own values; the first is that of the node that the others stay with.
-        inputs: the values of other units that it reads.
+        inputs: the values of other units that it reads: arguments, the sizes that those depend on, and their symbols.
         collectives: per group, how many collectives it issues, nested bodies counted. This, and what follows, is not
             known of the reference's units.
         is_pinned: it has an effect, and keeps its place among the others with one.
@@ -253,12 +258,15 @@ class OwnGraph:
         self._plans: dict[tuple[Segment, ...], Plan] = {}
         canonical = _graph.canonical_nodes(graph_module, _vocabulary.group_naming(groups))
         self.nodes = []
+        leaders = _leaders(self.fx_nodes)
+        sizes = _sizes_read(self.fx_nodes, leaders)
         for position, (node, item) in enumerate(zip(self.fx_nodes, canonical, strict=True)):
             key = item.alignment if _takes_part(node) else _NO_KEY
+            inputs = (*item.inputs, *sizes[position], *[~symbol for symbol in item.symbols])
             collectives = _graph.node_collectives(node) if item.has_effect else {}
             is_barrier = item.has_effect and not _keeps_only_its_order(node)
-            self.nodes.append(Unit(key, (position,), item.inputs, collectives, item.has_effect, is_barrier))
-        self.units = _units(self.nodes, _leaders(self.fx_nodes))
+            self.nodes.append(Unit(key, (position,), inputs, collectives, item.has_effect, is_barrier))
+        self.units = _units(self.nodes, leaders)
         self.modes = _modes(self.fx_nodes)
 
     def plan(self, segments: tuple[Segment, ...]) -> Plan:
@@ -271,7 +279,7 @@ class OwnGraph:
             raise PlanError("the graph has other nodes than when its OwnGraph was made: compile a copy of it")
         plan = self._plans.get(segments)
         if plan is None:
-            program = _split(self._graph_module, segments, self.modes)
+            program = _split(self._graph_module, segments)
             plan = Plan(segments, _fingerprint(self, segments), program)
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
@@ -289,11 +297,16 @@ def _units(nodes: Sequence[Unit], leaders: Sequence[int]) -> list[Unit]:
     issued: Counter[Any] = Counter()
     units = []
     for leader, values in members.items():
-        unit = nodes[leader]._replace(values=tuple(values), is_pinned=any(nodes[value].is_pinned for value in values))
-        if len(values) > 1 or unit.collectives:
+        inside = {value: ~number for number, value in enumerate(values)}
+        read = [source for value in values for source in nodes[value].inputs]
+        inputs = tuple([source for source in read if source not in inside])
+        is_pinned = any(nodes[value].is_pinned for value in values)
+        unit = nodes[leader]._replace(values=tuple(values), inputs=inputs, is_pinned=is_pinned)
+        if unit.takes_part:
+            # Which of them are the same: what reads one value twice is not what reads two.
+            wiring = [inside[source] if source in inside else inputs.index(source) for source in read]
             numbers = [issued[group] for group in unit.collectives]
-            read = [[values.index(source) for source in nodes[value].inputs] for value in values[1:]]
-            content = b"".join([nodes[value].key for value in values]) + repr((numbers, read)).encode()
+            content = b"".join([nodes[value].key for value in values]) + repr((numbers, wiring)).encode()
             unit = unit._replace(key=hashlib.blake2b(content, digest_size=_KEY_BYTES).digest())
             issued.update(unit.collectives)
         units.append(unit)
@@ -335,29 +348,26 @@ def _unpack(data: bytes, count: int) -> list[bool]:
 
 
 def match(reference: Sequence[Unit], units: Sequence[Unit]) -> list[int]:
-    """For each place, the index of this rank's unit that is the same; -1 where none is.
+    """For each place, the index of this rank's unit that is the same; -1 where none is. Indexes ascend.
 
-    Units match when their keys are equal, and each reads what the other reads: values of units that match too, or
-    values that lie outside of what matches but always correspond to one another. So the values that common units read
-    can be named by places, on every rank.
+    Units match whose keys are equal: collectives before all others, then what reads values of like origin, then the
+    rest. What they read need not correspond: see `constraints`.
     """
-    places = [place for place, unit in enumerate(reference) if unit.takes_part]
-    indexes = [index for index, unit in enumerate(units) if unit.takes_part]
+    issuing = {unit.key for unit in units if unit.collectives}
+    pairs: _Pairs = []
+    for level in range(3):
+        keys: list[list[Hashable]] = []  # of both sides
+        for side in (reference, units):
+            made_by = {value: unit.key for unit in side for value in unit.values}
+            keys.append([])
+            for unit in side:
+                counts = unit.key in issuing if level == 0 else unit.takes_part
+                origin = [made_by.get(source) for source in unit.inputs] if level == 1 else ()
+                keys[-1].append((unit.key, *origin) if counts else len(keys))  # a number never equals the other side's
+        pairs = _fill(pairs, keys[0], keys[1], align)
     matched = [-1] * len(reference)
-    to_own: dict[int, int] = {}
-    to_reference: dict[int, int] = {}
-    for left, right in align([reference[place].key for place in places], [units[index].key for index in indexes]):
-        theirs, ours = reference[places[left]], units[indexes[right]]
-        if len(theirs.inputs) != len(ours.inputs) or len(theirs.values) != len(ours.values):
-            continue
-        pairs = {*zip(theirs.inputs + theirs.values, ours.inputs + ours.values, strict=True)}
-        new = dict(pairs)
-        if len(new) == len(set(new.values())) == len(pairs) and all(
-            to_own.get(there, here) == here and to_reference.get(here, there) == there for there, here in pairs
-        ):
-            to_own.update(new)
-            to_reference.update((here, there) for there, here in pairs)
-            matched[places[left]] = indexes[right]
+    for place, index in pairs:
+        matched[place] = index
     _release_preparations(units, matched)
     return matched
 
@@ -368,9 +378,11 @@ def _release_preparations(units: Sequence[Unit], matched: list[int]) -> None:
     """
     place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     place_of_value = {value: place for index, place in place_of.items() for value in units[index].values}
+    behind_effects, _ = _bounds(units, {index: 0 for index, unit in enumerate(units) if unit.is_pinned}, 1)
     released: set[int] = set()
-    for index in sorted(_can_run_first(units), reverse=True):
-        if units[index].takes_part and (index not in place_of or place_of[index] in released):
+    for index in reversed(range(len(units))):
+        is_own = index not in place_of or place_of[index] in released
+        if is_own and units[index].takes_part and behind_effects[index] < 0:
             released.update([place_of_value[source] for source in units[index].inputs if source in place_of_value])
     for place in released:
         matched[place] = -1
@@ -407,18 +419,9 @@ def follow(reference: Sequence[Unit], units: Sequence[Unit]) -> tuple[Sequence[U
 def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[int]:
     """All indexes, in an order that values, effects and barriers allow. One with a wish `(other, number)` goes as near
     as it can to right behind the other one, by number if several do; what has none stays where it was."""
-    index_of = {value: index for index, unit in enumerate(units) for value in unit.values}
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter()
-    effect = barrier = -1
-    for index, unit in enumerate(units):
-        before = {barrier, *[index_of[source] for source in unit.inputs]}
-        if unit.is_pinned:
-            before.add(effect)
-            effect = index
-        if unit.is_barrier:
-            before.update(range(barrier + 1, index))
-            barrier = index
-        sorter.add(index, *(before - {-1}))
+    for index, before in enumerate(_must_follow(units)):
+        sorter.add(index, *before)
     sorter.prepare()
     ready: list[tuple[tuple[int, int], int]] = []
     order: list[int] = []
@@ -430,23 +433,76 @@ def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[
     return order
 
 
+def _must_follow(units: Sequence[Unit]) -> list[set[int]]:
+    """For each unit the indexes of some that come before it: whoever keeps behind these runs as the graph does."""
+    index_of = {value: index for index, unit in enumerate(units) for value in unit.values}
+    effect = barrier = -1
+    follows = []
+    for index, unit in enumerate(units):
+        before = {barrier, *[index_of.get(source, -1) for source in unit.inputs]}
+        if unit.is_pinned:
+            before.add(effect)
+            effect = index
+        if unit.is_barrier:
+            before.update(range(barrier + 1, index))
+            barrier = index
+        follows.append(before - {-1})
+    return follows
+
+
+def _bounds(units: Sequence[Unit], fixed: Mapping[int, int], end: int) -> tuple[list[int], list[int]]:
+    """For each unit the last of the numbers in `fixed`, which ascend, that has to come before it, or is its own; else
+    -1. And the first that has to come behind it; else `end`."""
+    follows = _must_follow(units)
+    last: list[int] = []
+    first = [end] * len(units)
+    for index, before in enumerate(follows):
+        last.append(fixed.get(index, max([last[other] for other in before], default=-1)))
+    for index in reversed(range(len(units))):
+        for other in follows[index]:
+            first[other] = min(first[other], fixed.get(index, first[index]))
+    return last, first
+
+
 def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> bytes:
     """For the second `intersect`, one bit a place: it may follow the place before it at once; then one bit a value of
-    each place: nothing of this rank's own reads it. `matched` is what `match` gave, for common places only."""
+    each place: nothing reads it but what the reference's graph says. `matched` is as `match` gave it, for common places
+    only.
+
+    Between two places there has to be a cut if a unit of this rank's own has to run between them, or if they can't be
+    in one program: within it, what they read must correspond to what the reference's read, whatever made it.
+    """
     place_of = {index: place for place, index in enumerate(matched) if index >= 0}
-    moves = frozenset().union(*_moves(units, place_of))
-    joined = [True] * len(matched)
+    last, first = _bounds(units, place_of, len(matched))
+    to_own = _to_own(reference, units, matched)
+    to_reference = {here: there for there, here in to_own.items()}
     read: set[int] = set()
-    something_between = False
+    apart: list[tuple[int, int]] = []  # a cut is needed somewhere behind the one, and at the other at the latest
     for index, unit in enumerate(units):
-        place = place_of.get(index)
-        if place is not None:
-            joined[place] = not something_between
-            something_between = False
-        else:
+        if index not in place_of:
             read.update(unit.inputs)
-            something_between |= unit.takes_part and index not in moves
-    return _pack(joined + [here not in read for here in _to_own(reference, units, matched).values()])
+            if unit.takes_part and last[index] >= 0 and first[index] < len(matched):
+                apart.append((last[index], first[index]))
+    partners: tuple[dict[int, tuple[int, int]], ...] = {}, {}  # by value: the other side's, and where seen last
+    for place, index in enumerate(matched):
+        if index < 0:
+            continue
+        theirs, ours = reference[place], units[index]
+        for there, here in zip(theirs.inputs + theirs.values, ours.inputs + ours.values, strict=True):
+            if to_reference.get(here, there) != there:
+                read.add(here)
+            for seen, value, other in zip(partners, (there, here), (here, there), strict=True):
+                partner, where = seen.get(value, (other, place))
+                if partner != other:
+                    apart.append((where, place))
+                seen[value] = other, place
+    cuts: set[int] = set()
+    newest = -1
+    for behind, at in sorted(apart, key=operator.itemgetter(1)):
+        if newest <= behind:
+            newest = at
+            cuts.add(at)
+    return _pack([place not in cuts for place in range(len(matched))] + [here not in read for here in to_own.values()])
 
 
 def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> dict[int, int]:
@@ -456,39 +512,6 @@ def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[
         for unit, index in zip(reference, matched, strict=True)
         for number, there in enumerate(unit.values)
     }
-
-
-def _can_run_first(units: Sequence[Unit], common: Collection[int] = ()) -> set[int]:
-    """The units that can run before all others, and those that are inputs: they have no effect and read nothing but
-    such units, and no barrier comes before them. Common ones can't."""
-    first: set[int] = set()
-    known: set[int] = set()
-    for index, unit in enumerate(units):
-        if unit.is_barrier:
-            break
-        if not (unit.takes_part and (unit.is_pinned or index in common)) and known.issuperset(unit.inputs):
-            first.add(index)
-            known.update(unit.values)
-    return first
-
-
-def _moves(units: Sequence[Unit], common: Collection[int]) -> tuple[set[int], set[int]]:
-    """Of this rank's own units, those that go before the first segment, as they can run first; and those that go behind
-    the last one, as they have no effect and nothing that stays reads them. The others stay where they are."""
-    first = _can_run_first(units, common)
-    last: set[int] = set()
-    needed: set[int] = set()
-    for index in reversed(range(len(units))):
-        unit = units[index]
-        if unit.is_barrier:
-            break
-        if not unit.takes_part or index in first:
-            continue
-        if index not in common and not unit.is_pinned and needed.isdisjoint(unit.values):
-            last.add(index)
-        else:
-            needed.update(unit.inputs)
-    return first, last
 
 
 def make_segments(
@@ -502,21 +525,22 @@ def make_segments(
     if not runs:
         return None
     run_of = {index: number for number, run in enumerate(runs) for index in run}
-    run_of_value = {value: number for index, number in run_of.items() for value in units[index].values}
-    place_of = {index: place for place, index in enumerate(matched) if index >= 0}
-    # What leaves its run: what some rank's own units read, and what common ones outside of the run read.
-    leaving = {here for here, is_unread in zip(to_own.values(), bits[len(matched) :], strict=True) if not is_unread}
-    for index in place_of:
-        leaving.update([value for value in units[index].inputs if run_of_value.get(value) != run_of.get(index)])
+    # What leaves its run, as the reference names it: what other runs read there, and what some rank reads besides.
+    runs_of_places = [run_of.get(index, -1) for index in matched]
+    run_of_value = {value: n for unit, n in zip(reference, runs_of_places, strict=True) for value in unit.values}
+    leaving = {there for there, is_unread in zip(to_own, bits[len(matched) :], strict=True) if not is_unread}
+    for unit, number, index in zip(reference, runs_of_places, matched, strict=True):
+        if index >= 0:
+            leaving.update([value for value in unit.inputs if run_of_value.get(value, number) != number])
 
-    first, last = _moves(units, place_of)
+    last, first = _bounds(units, run_of, len(runs))
     around: list[list[Unit]] = [[] for _ in range(len(runs) + 1)]  # what runs before each fat segment, and at the end
     here = 0
     for index, unit in enumerate(units):
         if index in run_of:
             here = run_of[index] + 1
         elif unit.takes_part:
-            around[0 if index in first else -1 if index in last else here].append(unit)
+            around[max(last[index] + 1, min(here, first[index]))].append(unit)
 
     segments = _separate(around[0])
     to_reference = {here: there for there, here in to_own.items()}
@@ -530,7 +554,7 @@ def make_segments(
             placed += [(num_barriers, to_reference[value], value) for value in unit.values]
             num_barriers += unit.is_barrier
         positions = tuple([value for _, _, value in sorted(placed)])
-        outputs = tuple([position for position in positions if position in leaving])
+        outputs = tuple([position for position in positions if to_reference[position] in leaving])
         segments.append(Segment(FAT, positions, outputs, sum(units[index].num_collectives for index in run)))
         segments += _separate(behind)
     return tuple(segments)
@@ -568,12 +592,11 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
     """The digest that all ranks have to share before a fat segment may run.
 
     For each fat segment: its nodes' content; for each input which node of the segment it is, or which value from
-    outside, numbered by first use; for each collective how many the rank issues before it on its groups, whose
-    identity, exact or by role, is in the content; what the values from outside are; which values leave; and the
+    outside, numbered by first use (what such values are, is in the content); for each collective how many the rank
+    issues before it on its groups, whose identity, exact or by role, is in the content; which values leave; and the
     autocast and grad mode around it.
     """
     digest = hashlib.blake2b(digest_size=16)
-    sizes = _size_inputs(own.fx_nodes)
     issued: Counter[Any] = Counter()
     for segment in segments:
         inside: dict[int, int] = {}
@@ -591,7 +614,6 @@ def _fingerprint(own: OwnGraph, segments: Sequence[Segment]) -> str:
             entries = next((own.modes[change] for change in reversed(own.modes) if change < segment.positions[0]), ())
             content = (
                 nodes,
-                [_describe(own.fx_nodes[position], sizes) for position in outside],
                 [inside[position] for position in segment.outputs],
                 [own.nodes[entry].key for entry in entries],
             )
@@ -724,37 +746,26 @@ def _value(node: "torch.fx.Node") -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def _size_inputs(nodes: Iterable["torch.fx.Node"]) -> dict[Any, "torch.fx.Node"]:
-    """The symbols that are inputs of the graph themselves, and their placeholders. None in a graph of fixed sizes."""
-    import torch
-
-    values = [(node, _value(node)) for node in nodes if node.op == "placeholder"]
-    sizes = [(value.node.expr, node) for node, value in values if isinstance(value, torch.SymInt)]
-    return {expression: node for expression, node in reversed(sizes) if expression.is_symbol}
-
-
-def _read_sizes(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> list["torch.fx.Node"]:
-    """The placeholders of the symbols in a value's shape and strides: a program that takes the value needs them."""
+def _sizes_read(nodes: Sequence["torch.fx.Node"], leaders: Sequence[int]) -> list[list[int]]:
+    """For each node the positions of those whose values are the symbols in its sizes and in those of what it reads, as
+    far as such come before it: a program that takes a tensor of 2·s0 rows needs s0 too."""
     import torch
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
-    value = _value(node)
-    if not sizes or not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return []
-    return [sizes[symbol] for symbol in sorted(free_symbols(value), key=str) if symbol in sizes]
-
-
-def _describe(node: "torch.fx.Node", sizes: dict[Any, "torch.fx.Node"]) -> str:
-    """What a value is, as far as a program that takes it as an input is compiled for it."""
-    import torch
-
-    value = _value(node)
-    if isinstance(value, torch.Tensor):
-        layout = list(value.stride()) if value.layout is torch.strided else value.layout
-        text = f"{value.dtype} {list(value.shape)} {layout} {value.device.type}"
-    else:
-        text = f"{type(value).__name__} {value}"
-    return f"{text} {[str(_value(placeholder)) for placeholder in _read_sizes(node, sizes)]}"
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    known: dict[Any, int] = {}
+    symbols: dict[torch.fx.Node, list[Any]] = {}
+    read: list[list[int]] = []
+    for position, node in enumerate(nodes):
+        leaves = torch.utils._pytree.tree_leaves(_value(node))
+        sized = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, *numbers))]
+        symbols[node] = sorted(free_symbols(sized), key=str)
+        mentioned = dict.fromkeys(symbol for each in (*node.all_input_nodes, node) for symbol in symbols[each])
+        before = dict.fromkeys(known[symbol] for symbol in mentioned if symbol in known)
+        read.append([place for place in before if place < leaders[position]] if _takes_part(node) else [])
+        if sized and isinstance(sized[0], numbers) and symbols[node] == [sized[0].node.expr]:
+            known.setdefault(sized[0].node.expr, position)
+    return read
 
 
 def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule":
@@ -766,12 +777,10 @@ def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule"
         for position, node in enumerate(fx_nodes)
     ]
     units = [unit for unit in _units(nodes, _leaders(fx_nodes)) if unit.takes_part]
-    return _split(graph_module, _separate(units), _modes(fx_nodes))
+    return _split(graph_module, _separate(units))
 
 
-def _split(
-    graph_module: "torch.fx.GraphModule", segments: Sequence[Segment], modes: dict[int, tuple[int, ...]]
-) -> "torch.fx.GraphModule":
+def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) -> "torch.fx.GraphModule":
     """`graph_module` as one that calls one submodule a segment, in order.
 
     A segment takes what its nodes read from outside, in the order of reading, and the sizes that this depends on:
@@ -784,14 +793,18 @@ def _split(
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     nodes = list(graph_module.graph.nodes)
-    sizes = _size_inputs(nodes)
+    modes = _modes(nodes)
+    sizes = _sizes_read(nodes, _leaders(nodes))
+    sources = {
+        node: [*node.all_input_nodes, *map(nodes.__getitem__, read)] for node, read in zip(nodes, sizes, strict=True)
+    }
     entries = {nodes[entry] for active in modes.values() for entry in active}
     segment_of = {nodes[position]: number for number, each in enumerate(segments) for position in each.positions}
     # What is read outside of the segment that computes it.
     leaving = {
         source
         for node in nodes
-        for source in node.all_input_nodes
+        for source in sources[node]
         if source in segment_of and segment_of[source] != segment_of.get(node) and source not in entries
     }
     whole = torch.fx.Graph()
@@ -812,9 +825,8 @@ def _split(
         inside = [nodes[position] for position in segment.positions]
         read: dict[torch.fx.Node, None] = {}
         for node in inside:
-            for source in node.all_input_nodes:
-                if segment_of.get(source) != number and source not in entries:
-                    read.update(dict.fromkeys((source, *_read_sizes(source, sizes))))
+            outside = [source for source in sources[node] if segment_of.get(source) != number]
+            read.update(dict.fromkeys(source for source in outside if source not in entries))
         attributes = [node for node in read if node.op == "get_attr" and isinstance(held(node), torch.nn.Module)]
         arguments = [node for node in read if node not in attributes]
 

@@ -8,16 +8,14 @@ import itertools
 import json
 import logging
 import operator
-import queue
 import random
 import subprocess
 import sys
-import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from layout import child_environment, load
@@ -40,6 +38,7 @@ from plan_programs import (  # noqa: E402
     segments_of,
     wait,
 )
+from plan_rounds import Component, Line, Settled, in_threads, plans_of  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.fx.experimental.symbolic_shapes import free_symbols  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
@@ -58,95 +57,6 @@ def fake_group():
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     yield
     dist.destroy_process_group()
-
-
-class Line(NamedTuple):
-    """A group's line, as the coordinator has it."""
-
-    ranks: tuple[int, ...]
-
-
-class Settled(NamedTuple):
-    rank: int
-    number: int
-    digest: bytes
-    spans: Sequence[tuple[Line, int, int]]
-    reason: str = "fingerprints differ"
-
-
-class Component:
-    """Ranks of one split component, and a coordinator between them. `aborts` are the reasons that ranks gave, `sent`
-    how many bytes of bitmaps each sent."""
-
-    def __init__(self, size: int) -> None:
-        self.rounds = _graph_plan.Rounds(60.0)
-        self.lock = threading.Lock()
-        self.frames = [queue.SimpleQueue() for _ in range(size)]
-        self.aborts: list[str] = []
-        self.sent = [0] * size
-        line = Line(tuple(range(size)))
-        self._deliver(self.rounds.settled([Settled(rank, 7, bytes([rank]), [(line, 0, 1)]) for rank in line.ranks], 0))
-
-    def exchange(self, rank: int) -> Any:
-        return _graph_plan.Exchange(Channel(self, rank), rank)
-
-    def take(self, rank: int, step: int, payload: bytes) -> None:
-        with self.lock:
-            if step == _graph_plan.ABORT:
-                self.aborts.append(payload.decode())
-            if step == _graph_plan.INTERSECT:
-                self.sent[rank] += len(payload)
-            self._deliver(self.rounds.take(rank, 7, step, payload, 0.0))
-
-    def _deliver(self, replies: list[Any]) -> None:
-        for rank, number, step, payload in replies:
-            assert number == 7
-            self.frames[rank].put((step, payload))
-
-
-class Channel:
-    def __init__(self, component: Component, rank: int) -> None:
-        self.component = component
-        self.rank = rank
-
-    def send(self, step: int, payload: bytes) -> None:
-        self.component.take(self.rank, step, payload)
-
-    def receive(self) -> tuple[int, bytes]:
-        return self.component.frames[self.rank].get(timeout=60)
-
-    def close(self) -> None:
-        pass
-
-    def abandon(self, step: int, payload: bytes) -> None:
-        self.component.take(self.rank, step, payload)
-
-
-def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    results: list[Any] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        results[index] = calls[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
-
-
-def plans_of(graphs: Sequence[Any], reference: int = 0, groups: str | None = None) -> tuple[list[Any], Component]:
-    """Each graph's plan, that at place `reference` being the reference's: it is rank 0's, the next one rank 1's …"""
-    component = Component(len(graphs))
-    calls = []
-    for place, graph in enumerate(graphs):
-        exchange = component.exchange((place - reference) % len(graphs))
-        calls.append(functools.partial(_graph_plan.agree_on_plan, exchange, graph, groups))
-    plans = in_threads(calls)
-    assert len({plan is None for plan in plans}) == 1, "all ranks get a plan, or none does"
-    return plans, component
 
 
 def kinds(plan: Any) -> list[str]:
@@ -338,13 +248,15 @@ def test_an_item_of_a_constant_stays_where_it_is():
 
 
 def test_values_of_other_shape_at_the_boundary_are_another_program():
-    """The sum has the same shape on both ranks, what it sums has not."""
+    """The sum has the same shape on both ranks, what it sums has not: only its collective can be in one program."""
 
     def program(rank):
         return made(lambda x: reduce((x * (rank + 2)).sum(0)).sin(), torch.ones(rank + 2, 3))
 
-    plans, _ = plans_of([program(rank) for rank in range(2)])
-    assert plans == [None, None]
+    graphs = [program(rank) for rank in range(2)]
+    for graph, plan in zip(graphs, plans_of(graphs)[0], strict=True):
+        assert kinds(plan) == ["local", "fat"]
+        assert_runs_alike(graph, plan.program)
 
 
 def test_a_segment_takes_the_sizes_that_its_values_depend_on():
@@ -629,7 +541,7 @@ class Program:
         own = _graph_plan.OwnGraph.__new__(_graph_plan.OwnGraph)
         own.nodes = [
             _graph_plan.Unit(
-                bytes(8) if kind in (INPUT, OUTPUT) else content_hash(content, [ops[i][1] for i in reads]),
+                bytes(8) if kind in (INPUT, OUTPUT) else hashlib.blake2b(content.encode(), digest_size=8).digest(),
                 (index,),
                 tuple(reads),
                 {"world": 1} if kind == COLLECTIVE else {},
@@ -642,12 +554,7 @@ class Program:
             own.nodes, [reads[0] if kind == WAIT else index for index, (kind, _, reads) in enumerate(ops)]
         )
         own.modes = {}
-        own.fx_nodes = [torch.fx.Graph().placeholder("tensor")] * len(ops)
         return own
-
-
-def content_hash(content: str, sources: list[str]) -> bytes:
-    return hashlib.blake2b(f"{content} {sources}".encode(), digest_size=8).digest()
 
 
 def plan_together(graphs: Sequence[Any], reference: int) -> list[Any]:
@@ -761,16 +668,16 @@ def test_equal_programs_give_one_fat_segment():
 
 def test_what_reads_one_value_twice_is_not_what_reads_two():
     def units(*reads):
-        inputs = [_graph_plan.Unit(bytes(8), (number,), ()) for number in range(2)]
-        return [*inputs, *[_graph_plan.Unit(b"multiply", (2 + n,), read) for n, read in enumerate(reads)]]
+        nodes = [_graph_plan.Unit(bytes(8), (number,), ()) for number in range(2)]
+        nodes += [_graph_plan.Unit(b"multiply", (2 + n,), read) for n, read in enumerate(reads)]
+        return _graph_plan._units(nodes, range(len(nodes)))
 
     one, two = units((0, 0)), units((0, 1))
     assert _graph_plan.match(one, two) == _graph_plan.match(two, one) == [-1, -1, -1]
     assert _graph_plan.match(two, units((1, 0))) == [-1, -1, 2], "by another name"
-    assert _graph_plan.match(units((0, 1), (0, 1)), units((1, 0), (0, 1))) == [-1, -1, 2, -1], "but always the same one"
 
 
-@pytest.mark.parametrize("what", ["key", "wiring", "outputs", "value", "place", "mode"])
+@pytest.mark.parametrize("what", ["key", "wiring", "outputs", "place", "mode"])
 def test_fingerprint_tells_fat_segments_apart(what):
     program = Program(random.Random(2), 40)
     plans = []
@@ -788,10 +695,6 @@ def test_fingerprint_tells_fat_segments_apart(what):
                 graph.nodes[position] = node._replace(inputs=node.inputs[::-1])
             elif what == "outputs":
                 segments[0] = fat._replace(outputs=fat.outputs[1:])
-            elif what == "value":
-                graph.fx_nodes = [torch.fx.Graph().placeholder("size") for _ in graph.nodes]
-                for number, each in enumerate(graph.fx_nodes):
-                    each.meta["val"] = number
             elif what == "mode":
                 graph.modes = {-1: (0,)}
             else:  # a collective before it, in a skinny segment
