@@ -682,7 +682,9 @@ def _common_plan(exchange: "Exchange", own: OwnGraph) -> Plan | None:
         return None
     segments = make_segments(reference, units, matched, agreed)
     if segments is None:
-        exchange.abort("the ranks' graphs have no collective in common together with its neighbours")
+        why = "the ranks' graphs have no collective in common together with its neighbours"
+        exchange.log_once(why)
+        exchange.abort(why)
         return None
     return own.plan(segments)
 
@@ -894,6 +896,11 @@ class _Open:
         return [(rank, number, step, payload) for rank, number in self.numbers.items() if rank != but]
 
 
+def _called_off(told: Iterable[tuple[int, int]], why: str) -> list[Reply]:
+    """There is no plan. All these ranks hear it, by rank and number of the vote; the first of them why, for its log."""
+    return [(rank, number, ABORT, b"" if place else why.encode()) for place, (rank, number) in enumerate(sorted(told))]
+
+
 class Rounds:
     """The coordinator's side of all exchanges, each of which may last `timeout_s`. It knows no socket, no clock and no
     thread: it is told the time, in seconds, and what it returns is to be sent.
@@ -924,7 +931,7 @@ class Rounds:
         numbers = {vote.rank: vote.number for vote in votes}
         why_not = "a rank takes part with two graphs" if len(numbers) < len(votes) else self._why_not(votes)
         if why_not:
-            return [(vote.rank, vote.number, ABORT, why_not.encode()) for vote in votes]
+            return _called_off([(vote.rank, vote.number) for vote in votes], why_not)
         frequency = Counter(vote.digest for vote in votes)
         reference = min(votes, key=lambda vote: (-frequency[vote.digest], vote.rank)).rank
         exchange = _Open(numbers, reference, now + self._timeout_s)
@@ -1003,7 +1010,7 @@ class Rounds:
 
     def _call_off(self, exchange: _Open, why: str, but: int | None = None) -> list[Reply]:
         self._forget(exchange)
-        return exchange.to_all(ABORT, why.encode(), but)
+        return _called_off([told for told in exchange.numbers.items() if told[0] != but], why)
 
     def _forget(self, exchange: _Open) -> None:
         del self._open[exchange]
@@ -1071,7 +1078,14 @@ class Exchange:
         answer = self._receive(AGREE)
         self.is_undecided = False
         self._end()
+        if answer == _NO:
+            self.log_once("the ranks' plans differ")
         return answer == _YES
+
+    def log_once(self, why: str) -> None:
+        """Says why there is no plan, where all ranks know: one of them does."""
+        if self.rank == self._reference:
+            _LOG.info("handshake: no common plan: %s", why)
 
     def abort(self, reason: str) -> None:
         """This rank can't go on: everybody runs skinny."""
@@ -1094,7 +1108,8 @@ class Exchange:
             return None
         step, payload = self._channel.receive()
         if step == ABORT:
-            _LOG.info("handshake: no common plan: %s", payload.decode("utf-8", "replace"))
+            if payload:
+                _LOG.info("handshake: no common plan: %s", payload.decode("utf-8", "replace"))
             self._end()
             return None
         if step != expected:

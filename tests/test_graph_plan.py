@@ -247,6 +247,15 @@ def test_an_item_of_a_constant_stays_where_it_is():
         assert_runs_alike(graph_module, split)
 
 
+def test_the_log_of_one_rank_says_why_there_is_no_plan(caplog):
+    caplog.set_level(logging.INFO, "torch_tpu.handshake")
+    graphs = [made(lambda x: reduce(x.sin()), torch.ones(rank + 2, 3)) for rank in range(3)]
+    assert plans_of(graphs, reference=1)[0] == [None] * 3
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "torch_tpu.handshake"]
+    why = "the ranks' graphs have no collective in common together with its neighbours"
+    assert message == f"handshake: no common plan: {why}"
+
+
 def test_values_of_other_shape_at_the_boundary_are_another_program():
     """The sum has the same shape on both ranks, what it sums has not: only its collective can be in one program."""
 
@@ -849,11 +858,14 @@ class Job:
         self.take()
 
     def called_off(self):
-        """Why each rank was told to go skinny. Nobody waits for an answer, and nothing is open."""
+        """Why each rank was told to go skinny: the first of them was, for all. Nobody waits for an answer, and nothing
+        is open."""
         assert not self.promised and self.rounds.next_deadline() is None
         told = self.take()
         assert all([step for _, step, _ in frames] == [ABORT] for frames in told.values()), told
-        return {rank: frames[0][2].decode() for rank, frames in told.items()}
+        first, *others = [frames[0][2] for _, frames in sorted(told.items())]
+        assert first and not any(others), "one rank logs it"
+        return dict.fromkeys(told, first.decode())
 
 
 def to_all(ranks, step, payload, number=1):
@@ -956,7 +968,7 @@ def test_a_rank_with_two_graphs():
     votes = [job.vote(0, 1, [((0, 1), 0, 2)]), *[job.vote(1, n, [((0, 1), n - 1, n)]) for n in (1, 2)]]
     told = job.settle(*votes)
     why = b"a rank takes part with two graphs"
-    assert told == {0: [(1, ABORT, why)], 1: [(1, ABORT, why), (2, ABORT, why)]}
+    assert told == {0: [(1, ABORT, why)], 1: [(1, ABORT, b""), (2, ABORT, b"")]}
     assert job.rounds.next_deadline() is None
 
 
@@ -1069,7 +1081,7 @@ def test_who_meets_again_in_another_order_finds_no_exchange():
     second = [job.vote(rank, number, [((0, 1, 2), 0, 1)]) for rank, number in enumerate((2, 1, 1))]
     assert {step for frames in job.settle(*first).values() for _, step, _ in frames} == {START}
     why = b"rank 1 is in the exchange of a later vote"
-    assert job.settle(*second) == {0: [(2, ABORT, why)], 1: [(1, ABORT, why)], 2: [(1, ABORT, why)]}
+    assert job.settle(*second) == {0: [(2, ABORT, why)], 1: [(1, ABORT, b"")], 2: [(1, ABORT, b"")]}
     job.part(1, ABORT, b"done", number=2)
     job.take()
     assert {step for frames in job.settle(*second).values() for _, step, _ in frames} == {START}, "the first has ended"
@@ -1269,10 +1281,20 @@ def test_an_exchange_as_the_reference_and_as_another_rank_sees_it():
         assert (len(channel.sent), channel.abandoned) == (len(parts) + (not rank), []), "it has ended"
 
 
-def test_a_no_is_a_no():
-    exchange, channel = started((AGREE, b"\x00"))
-    assert exchange.agree("ab" * 16) is False
-    assert not exchange.is_undecided and channel.closed == 1
+def test_a_no_is_a_no_of_which_the_reference_rank_tells(caplog):
+    caplog.set_level(logging.INFO, "torch_tpu.handshake")
+    for rank in (0, 1):
+        exchange, channel = started((AGREE, b"\x00"), rank=rank)
+        assert exchange.agree("ab" * 16) is False
+        assert not exchange.is_undecided and channel.closed == 1
+    assert [record.getMessage() for record in caplog.records] == ["handshake: no common plan: the ranks' plans differ"]
+
+
+def test_a_rank_that_is_not_told_why_says_nothing(caplog):
+    caplog.set_level(logging.INFO, "torch_tpu.handshake")
+    exchange, channel = started((ABORT, b""))
+    assert exchange.share(None) is None and channel.closed == 1
+    assert not caplog.records
 
 
 def test_an_exchange_that_is_called_off_says_so_once(caplog):
