@@ -5,23 +5,24 @@ After a split one rank of the component, the reference, shares its graph: what e
 reads. A *unit* is a node with those that stay with it: each `getitem` of its result, and the waits for a collective. A
 *place* is a unit of the reference's graph; of places all ranks can speak. Four steps lead to a plan:
 
-1. `match`: each rank aligns its own units with the reference's. Units match when their own content is equal and they
-   read values that correspond. Where the order of independent units is all that differs, a rank takes the reference's
-   order for its own (`follow`). The places that matched on every rank are the *common* ones.
-2. `constraints`: given the common places, each rank says before which of them it has to run something of its own, and
-   which of their values something of its own reads. The union over the ranks binds everybody.
+1. `match`: each rank aligns its own units with the reference's, collectives first. Units match when they are the same
+   ops on values of the same form, whatever made these. Where the order of independent units is all that differs, a rank
+   takes the reference's order for its own (`follow`). The places that matched on every rank are the *common* ones.
+2. `constraints`: given the common places, each rank says where it needs a cut: to run something of its own there, or as
+   what common units read does not correspond otherwise; and which of their values are read in other ways than in the
+   reference's graph. The union over the ranks binds everybody.
 3. `make_segments`: both steps ended with what all ranks know alike, so all cut alike. Common places that no cut parts
    make a *run*. A run with collectives and something to overlap them with becomes a **fat** segment. What else a rank
-   has stays where it was, around the fat ones: each collective in a **skinny** segment of its own, the rest **local**.
+   has runs around the fat ones: each collective in a **skinny** segment of its own, the rest in **local** ones.
 4. Each rank splits its graph by the plan, and only then the ranks compare its fingerprint: what each fat segment holds,
    read from this rank's own graph, with its boundary and its place on the groups' collective lines. A mistake in the
    steps above makes fingerprints differ, and then the whole graph runs skinny, as where a step fails on any rank.
 
 No collective ever changes its place among this rank's collectives, so a plan keeps the order that the user's program
 has. Little else moves: a wait to its collective, or as far behind it as in the reference's graph, in one fat segment; a
-`getitem` to the node whose result it takes apart; a node without effect to where the reference has it, or, if it reads
-only inputs or only this rank's outputs need it, before the first or after the last segment instead of cutting one. None
-goes past what it reads or is read by, nor past a mutation or a change of autocast or grad mode.
+`getitem` to the node whose result it takes apart; a node without effect to where the reference has it, or to before or
+behind a fat segment instead of cutting that. None goes past what it reads or is read by, nor past a mutation or a
+change of autocast or grad mode.
 
 Three parts: the alignment of two sequences; the plan; and the rounds in which ranks find it, on the coordinator
 (`Rounds`) and on a rank (`Exchange`). Torch is imported inside the functions that need it.
@@ -104,7 +105,8 @@ def _fill(pairs: _Pairs, a: list[Any], b: list[Any], find: Callable[[list[Any], 
     filled: _Pairs = []
     i = j = 0
     for next_i, next_j in [*pairs, (len(a), len(b))]:
-        filled += [(i + left, j + right) for left, right in find(a[i:next_i], b[j:next_j])]
+        if i < next_i and j < next_j:
+            filled += [(i + left, j + right) for left, right in find(a[i:next_i], b[j:next_j])]
         filled.append((next_i, next_j))
         i, j = next_i + 1, next_j + 1
     return filled[:-1]
@@ -368,18 +370,19 @@ def match(reference: Sequence[Unit], units: Sequence[Unit]) -> list[int]:
     matched = [-1] * len(reference)
     for place, index in pairs:
         matched[place] = index
-    _release_preparations(units, matched)
+    _release_preparations(reference, units, matched)
     return matched
 
 
-def _release_preparations(units: Sequence[Unit], matched: list[int]) -> None:
-    """Unmatches what this rank's own preparations read: a unit that can run before everything else, such as the sum of
-    an `arange` and an offset that depends on the rank, need not wait for a fat segment because the `arange` is in it.
+def _release_preparations(reference: Sequence[Unit], units: Sequence[Unit], matched: list[int]) -> None:
+    """Unmatches units that can run before everything else, where they would ask for a cut: those that don't read what
+    the reference's do, and those that such units read which did not match. A sum of an `arange` and an offset that
+    depends on the rank need not wait for a fat segment because the `arange` is in it.
     """
+    behind_effects, _ = _bounds(units, {index: 0 for index, unit in enumerate(units) if unit.is_pinned}, 1)
     place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     place_of_value = {value: place for index, place in place_of.items() for value in units[index].values}
-    behind_effects, _ = _bounds(units, {index: 0 for index, unit in enumerate(units) if unit.is_pinned}, 1)
-    released: set[int] = set()
+    released = {at for _, at in _wires(reference, units, matched)[0] if behind_effects[matched[at]] < 0}
     for index in reversed(range(len(units))):
         is_own = index not in place_of or place_of[index] in released
         if is_own and units[index].takes_part and behind_effects[index] < 0:
@@ -391,29 +394,30 @@ def _release_preparations(units: Sequence[Unit], matched: list[int]) -> None:
 def follow(reference: Sequence[Unit], units: Sequence[Unit]) -> tuple[Sequence[Unit], list[int]]:
     """This rank's units, in its own order or one that has more in common with the reference's; and their `match`."""
     matched = match(reference, units)
-    to_own = {there: here for there, here in _to_own(reference, units, matched).items() if here >= 0}
-    movable = {
-        (units[index].key, units[index].inputs): index
-        for index in sorted(set(range(len(units))).difference(matched))
-        if units[index].takes_part and not units[index].is_pinned
-    }
+    to_own: dict[int, int] = {}
+    movable = {(unit.key, unit.inputs): index for index, unit in reversed([*enumerate(units)]) if unit.takes_part}
     wishes: dict[int, tuple[int, int]] = {}
     anchor = -1
     for place, unit in enumerate(reference):
-        if matched[place] >= 0:
-            anchor = matched[place]
-            continue
         # What is not known to correspond is mostly an input, and those mostly are at the same places.
-        index = movable.pop((unit.key, tuple([to_own.get(source, source) for source in unit.inputs])), -1)
+        index = movable.pop((unit.key, tuple([to_own.get(source, source) for source in unit.inputs])), matched[place])
         if index >= 0:
             to_own.update(zip(unit.values, units[index].values, strict=False))
-            wishes[index] = (anchor, place)
+            if index != matched[place] and not units[index].is_pinned:
+                wishes[index] = (anchor, place)
+            else:
+                anchor = index
     if wishes:
         ordered = [units[index] for index in _reorder(units, wishes)]
         matched_in_order = match(reference, ordered)
-        if matched_in_order.count(-1) < matched.count(-1):
+        if _cost(reference, ordered, matched_in_order) < _cost(reference, units, matched):
             return ordered, matched_in_order
     return units, matched
+
+
+def _cost(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> int:
+    """What is lost if these are the common places: those that did not match, and the cuts."""
+    return matched.count(-1) + len(_cuts(reference, units, matched)[0])
 
 
 def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[int]:
@@ -427,7 +431,8 @@ def _reorder(units: Sequence[Unit], wishes: dict[int, tuple[int, int]]) -> list[
     order: list[int] = []
     while sorter.is_active():
         for index in sorter.get_ready():
-            heapq.heappush(ready, (wishes.get(index, (index, -1)), index))
+            place = (index, -1) if units[index].takes_part else (-1, -1)  # inputs come before all that may read them
+            heapq.heappush(ready, (wishes.get(index, place), index))
         order.append(heapq.heappop(ready)[1])
         sorter.done(order[-1])
     return order
@@ -467,22 +472,40 @@ def _bounds(units: Sequence[Unit], fixed: Mapping[int, int], end: int) -> tuple[
 def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> bytes:
     """For the second `intersect`, one bit a place: it may follow the place before it at once; then one bit a value of
     each place: nothing reads it but what the reference's graph says. `matched` is as `match` gave it, for common places
-    only.
+    only."""
+    cuts, read = _cuts(reference, units, matched)
+    unread = [here not in read for here in _to_own(reference, units, matched).values()]
+    return _pack([place not in cuts for place in range(len(matched))] + unread)
 
-    Between two places there has to be a cut if a unit of this rank's own has to run between them, or if they can't be
-    in one program: within it, what they read must correspond to what the reference's read, whatever made it.
-    """
+
+def _cuts(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> tuple[set[int], set[int]]:
+    """The places before which to cut, as few as there can be, so that each unit of this rank's own has a place to run
+    and each part is one program with the reference's; and the values of which own units and other wires read."""
+    apart, read = _wires(reference, units, matched)
     place_of = {index: place for place, index in enumerate(matched) if index >= 0}
     last, first = _bounds(units, place_of, len(matched))
-    to_own = _to_own(reference, units, matched)
-    to_reference = {here: there for there, here in to_own.items()}
-    read: set[int] = set()
-    apart: list[tuple[int, int]] = []  # a cut is needed somewhere behind the one, and at the other at the latest
     for index, unit in enumerate(units):
         if index not in place_of:
             read.update(unit.inputs)
             if unit.takes_part and last[index] >= 0 and first[index] < len(matched):
                 apart.append((last[index], first[index]))
+    cuts: set[int] = set()
+    newest = -1
+    for behind, at in sorted(apart, key=operator.itemgetter(1)):
+        if newest <= behind:
+            newest = at
+            cuts.add(at)
+    return cuts, read
+
+
+def _wires(
+    reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """Where what a matched unit reads is not what the reference's reads: pairs of places which can't be in one program,
+    as within one the values correspond, whatever made them; and the values that are read there."""
+    to_reference = {here: there for there, here in _to_own(reference, units, matched).items()}
+    read: set[int] = set()
+    apart: list[tuple[int, int]] = []
     partners: tuple[dict[int, tuple[int, int]], ...] = {}, {}  # by value: the other side's, and where seen last
     for place, index in enumerate(matched):
         if index < 0:
@@ -496,19 +519,13 @@ def constraints(reference: Sequence[Unit], units: Sequence[Unit], matched: Seque
                 if partner != other:
                     apart.append((where, place))
                 seen[value] = other, place
-    cuts: set[int] = set()
-    newest = -1
-    for behind, at in sorted(apart, key=operator.itemgetter(1)):
-        if newest <= behind:
-            newest = at
-            cuts.add(at)
-    return _pack([place not in cuts for place in range(len(matched))] + [here not in read for here in to_own.values()])
+    return apart, read
 
 
-def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> dict[int, int]:
-    """The value of this rank for each value of the places in turn; -1 where the place did not match."""
+def _to_own(reference: Sequence[Unit], units: Sequence[Unit], matched: Sequence[int]) -> dict[int, int | None]:
+    """The value of this rank for each value of the places in turn; None where the place did not match."""
     return {
-        there: units[index].values[number] if index >= 0 else -1
+        there: units[index].values[number] if index >= 0 else None
         for unit, index in zip(reference, matched, strict=True)
         for number, there in enumerate(unit.values)
     }

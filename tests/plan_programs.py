@@ -346,6 +346,34 @@ def other_order(rank):
     return made(program, matrix())
 
 
+def other_order_of_like_nodes(rank):
+    """Rank 1 computes keys before queries: the same op, on inputs of the same form."""
+
+    def program(x, query, key):
+        for _ in range(2):
+            if rank == 1:
+                k = x @ key
+                q = x @ query
+            else:
+                q = x @ query
+                k = x @ key
+            x = reduce(q * 2 + k.sin())
+        return x
+
+    return made(program, matrix(), matrix(), matrix())
+
+
+def own_input_of_like_nodes(rank):
+    """What rank 1 does to an input, it does anew wherever it needs it: nothing of that has to run between."""
+
+    def program(x, mask):
+        for _ in range(3):
+            x = x + reduce(x.sin()) * ((mask * 2).cos() if rank == 1 else mask.cos())
+        return x
+
+    return made(program, matrix(), matrix())
+
+
 def returns_an_attribute(rank):
     """Its output returns an attribute that nothing else reads, and an input; a node is called self."""
     graph = torch.fx.Graph()
@@ -389,6 +417,8 @@ PROGRAMS = [
     (many_values, "fat local fat", "local skinny local skinny local"),
     (own_metrics, "local fat local", "local skinny local skinny local skinny"),
     (other_order, "fat", "local skinny local skinny local"),
+    (other_order_of_like_nodes, "fat", "local skinny local skinny"),
+    (own_input_of_like_nodes, "local fat", "local skinny local skinny local skinny local"),
     (returns_an_attribute, "skinny local fat", "skinny local skinny"),
 ]
 
