@@ -30,8 +30,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.replace_random import replace_random_passes
 from torch._inductor.output_code import OutputCode
 from torch._inductor.virtualized import V
+from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from _graph import count_collectives, graph_fingerprint, graph_record
 from _graph_plan import OwnGraph, Plan, agree_on_plan, split_skinny
@@ -266,13 +268,31 @@ class Inductor(Inner):
     decompositions = staticmethod(select_decomp_table)
 
     def compile(self, graph_module: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Compiled:
-        with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        if not _keeps_strides(graph_module.graph):
+            return super().compile(graph_module, fake_mode)
+        # What it makes checks sizes that are known only at run time, also for nodes of other segments. Its cache takes
+        # two segments for one whatever is checked in them.
+        sizes = None if fake_mode is None else fake_mode.shape_env
+        is_cached = torch._inductor.config.fx_graph_cache and not (sizes and sizes.deferred_runtime_asserts)
+        with (
+            V.set_fake_mode(fake_mode),
+            tracing(TracingContext(fake_mode)),
+            torch._inductor.config.patch(fx_graph_cache=is_cached),
+        ):
             changed = _copy_for_inductor(graph_module)
             examples = [node.meta["val"] for node in changed.graph.find_nodes(op="placeholder")]
             # Other segments, and the backward graph, were traced with these strides.
             output = changed.graph.output_node()
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
             return compile_fx_inner(changed, examples)
+
+
+def _keeps_strides(graph: torch.fx.Graph) -> bool:
+    """Whether Inductor keeps the strides of the outputs when it is told to: not where these depend on sizes known only
+    at run time. It makes such outputs contiguous."""
+    values = [node.meta.get("val") for node in graph.output_node().all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    return all(is_contiguous_or_false(value) for value in tensors if free_unbacked_symbols(value.stride()))
 
 
 def _copy_for_inductor(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
