@@ -482,6 +482,8 @@ class Program:
             content = f"{kind} {generator.randrange(4)}"
             if kind == PURE and generator.random() < 0.15:
                 reads = []
+            if kind == PURE and generator.random() < 0.2:
+                reads.append(~generator.randrange(3))  # a symbol of its sizes
             self.ops.append((kind, content, reads if kind != COLLECTIVE else reads[:1]))
             if kind == COLLECTIVE:
                 self.ops.append((WAIT, "wait", [len(self.ops) - 1]))
@@ -517,7 +519,7 @@ class Program:
                     changed._insert(index, (generator.choice((PURE, PURE, RANDOM)), "extra", [source]))
                     if kind != WAIT and reads and generator.random() < 0.7:
                         changed.ops[index + 1] = (kind, content, [index, *changed.ops[index + 1][2][1:]])
-            elif edit == 3 and kind == PURE and reads:
+            elif edit == 3 and kind == PURE and reads and reads[0] >= 0:
                 changed._remove(index, reads[0])
             elif edit == 4 and kind == PURE:
                 changed._move_up(index, generator.randrange(1, 6))
@@ -1388,7 +1390,7 @@ def gloo(tmp_path_factory):
         for rank in RANKS
     ]
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
