@@ -35,14 +35,14 @@ CORE = {
 EXTRAS = {
     "_observe.py": 200,
     "_graph.py": 1100,
-    "_graph_plan.py": 1100,
+    "_graph_plan.py": 1210,
     "_graph_diff.py": 990,
     "_graph_report.py": 970,
     "_graph_text.py": 800,
 }
 TOOLS = {"bench.py": 700}
 MOST_LINES_OF_THE_CORE = 3600
-MOST_LINES = 8800
+MOST_LINES = 8900
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")
