@@ -444,7 +444,8 @@ def _object(value: Any) -> Any:
             with torch._subclasses.fake_tensor.unset_fake_temporarily():
                 function = value.target if op == "call_function" else getattr(type(args[0]), value.target)
                 value = function(*args)
-    value = torch._library.fake_class_registry.maybe_unwrap_fake_script_object(value)
+    if isinstance(value, torch._library.fake_class_registry.FakeScriptObject):
+        value = value.real_obj
     kind = value._type().qualified_name() if isinstance(value, torch.ScriptObject) else ""
     if kind.endswith(".c10d.ProcessGroup"):
         return dist.ProcessGroup.unbox(value)
