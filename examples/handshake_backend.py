@@ -58,7 +58,7 @@ def make_backend(
     """A backend for `torch.compile`.
 
     Args:
-        inner: what compiles a graph or a segment of one: "eager" or "inductor".
+        inner: what compiles a graph or a segment of one: "eager", "inductor" or "xla" (see `xla_backend`).
         stage: when to vote; by default what ``TORCH_TPU_INTERNAL_HANDSHAKE_STAGE`` says.
         partial: after a split, keep fat what the ranks' graphs have in common.
         groups: how a fingerprint names process groups, "role" or "exact"; by default as the open handshake or
@@ -76,7 +76,7 @@ def make_backend(
     if inner not in _INNER:
         raise HandshakeConfigError(f"inner={inner!r} is not a compiler; use one of {', '.join(_INNER)}")
     stage = HandshakeStage.from_env() if stage is None else HandshakeStage.parse(stage, "stage")
-    return Backend(_INNER[inner], stage, partial, groups)
+    return Backend(_INNER[inner](), stage, partial, groups)
 
 
 class Backend:
@@ -307,4 +307,10 @@ def _copy_for_inductor(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     return copied
 
 
-_INNER = {inner.name: inner for inner in (Inner(), Inductor())}
+def _xla() -> Inner:
+    from xla_backend import Xla  # needs JAX
+
+    return Xla()
+
+
+_INNER: dict[str, Callable[[], Inner]] = {"eager": Inner, "inductor": Inductor, "xla": _xla}
