@@ -72,13 +72,20 @@ class _LazyTorch:
 
 torch: Any = _LazyTorch()
 
-# Namespaces of torch.ops in which an op with an argument of one of the names below is a collective. An op that waits
-# for one, or wraps its result, takes no group and is not counted.
+# An op is a collective if it takes a process group: an argument of that class, or of one of the names below, which in
+# other namespaces of torch.ops than these must also have a type that a group or its name has. An op that waits for a
+# collective, or wraps its result, takes none and is not counted.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem", "tpu"}
 )
 # The legacy functional collectives take (tag, ranks, group_size) instead of a group.
 _GROUP_ARGUMENTS = ("group_name", "group", "process_group", "ranks")
+_GROUP_TYPES = ("str", "Optional[str]", "Any", "PyObject")
+# In these an op that changes no argument has an effect only if it says so. In others nothing is known of it.
+_NAMESPACES_WITHOUT_EFFECTS = frozenset(
+    {"aten", "prims", "prim", "inductor", "mkl", "mkldnn", "onednn", "quantized", "_quantized", "quantized_decomposed"}
+    | _COLLECTIVE_NAMESPACES - {"c10d", "symm_mem"}
+)
 # The same ops by their names, where there is no schema to ask. The namespace tpu also holds ops of one device.
 _COLLECTIVE_NAME = re.compile(
     r"tpu::\w*?(all_?gather|all_?reduce|reduce_?scatter|all_?to_?all)\w*"
@@ -102,7 +109,12 @@ MAX_CONSTANT_VALUES_SHOWN = 16  # elements of a tensor constant, in texts and re
 _MAX_CACHED_TRACES = 4096  # stack traces kept parsed: the nodes of one source line share theirs
 # Classes whose `repr` says all, and no two of which have one in common.
 _PLAIN_CLASSES = frozenset({type(None), bool, int, str, bytes, range, type(...)})
-_DEVICE_TEXT = re.compile(r"[a-z]+:\d+")
+# Of XLA's programs as text: the module's name, the tables of files, functions and frames, what an instruction is from.
+_NO_PART_OF_PROGRAM = re.compile(
+    rb"(?m)(?<=^HloModule )[^,\s]*|^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d.*\n)*"
+    rb'|, metadata=\{([^{}"]|"(\\.|[^"\\])*"|\{[^{}]*\})*\}'
+)
+_REPLICA_GROUPS = re.compile(rb"(?<=replica_groups=)\{\{[\d,{}]*\}\}")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 _STACK_FRAME = re.compile(
     r'^\s*File "(?P<file>[^\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?[^\n]*'
@@ -183,9 +195,15 @@ def graph_fingerprint(graph_module: Any, groups: str | None = None) -> str:
         return f"unhashable-{secrets.token_hex(16)}"
 
 
-def executable_fingerprint(data: bytes | str) -> str:
-    """A digest of an executable, or of any text that stands for one: 32 lowercase hex digits."""
+def executable_fingerprint(data: bytes | str, groups: str | None = None) -> str:
+    """A digest of an executable, or of any text that stands for one: 32 lowercase hex digits. Of a program that XLA
+    has printed (``HloModule …``) it leaves out what is no part of it: the module's name, files, lines, metadata; and
+    with groups by role, replica groups that all lie alike, as the rows of a mesh do, count by how they lie."""
     content = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if content.startswith(b"HloModule "):
+        content = _NO_PART_OF_PROGRAM.sub(b"", content)
+        if group_naming(groups) == "role":
+            content = _REPLICA_GROUPS.sub(_replica_role, content)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -197,13 +215,17 @@ def canonical_nodes(graph_module: Any, groups: str | None = None) -> list[Canoni
     return _GraphWalk(_Shared(group_naming(groups)), graph_module).nodes()
 
 
-def register_collective(qualified_op_name: str, group_argument: str = "group_name") -> None:
-    """Makes an op, named without an overload, count as a collective: ``register_collective("mylib::reduce", "group")``.
-    That argument of its schema holds the group: a name, or a process group. Raises HandshakeConfigError if the op's
+def register_collective(
+    qualified_op_name: str, group_argument: str = "group_name", resolve: Callable[[Any], Any] | None = None
+) -> None:
+    """Makes an op, named without an overload, count as a collective: ``register_collective("mylib::reduce", "ring")``.
+    That argument of its schema holds the group: a process group, or its name; or, with `resolve`, anything that this
+    makes one of those of (None, where the op has no such argument). An op that takes a process group, or names one in
+    an argument `group_name`, `group` or `process_group`, needs no registration. Raises HandshakeConfigError if the op's
     name is not of the form ``namespace::name``."""
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
         raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
-    _registered_collectives[qualified_op_name] = group_argument
+    _registered_collectives[qualified_op_name] = group_argument, resolve
     _signature.cache_clear()
 
 
@@ -272,7 +294,9 @@ class _CollectiveCall(NamedTuple):
     op: str  # for people: without c10d's namespaces, and alike for ops that communicate alike
     arguments: dict[str, Any]  # by name, in the order of the schema, with its defaults
     group_argument: str
+    resolve: Callable[[Any], Any] | None = None  # makes a group of that argument, or a name that c10d knows
     peer_argument: str | None = None  # of a point-to-point op
+    is_guess: bool = False  # of an op of somebody's own that nobody registered
     offset: int = 0  # how many arguments of the node's own stand before these
 
 
@@ -286,8 +310,8 @@ class _Group(NamedTuple):
     steps: tuple[int, ...] = ()  # how far ahead of this rank each peer is on the ring of the group
 
 
-_registered_collectives: dict[str, str] = {}
-_warned_of: set[str] = set()  # classes of called modules
+_registered_collectives: dict[str, tuple[str, Callable[[Any], Any] | None]] = {}
+_warned_of: set[str] = set()  # classes of called modules, and ops
 # By process group. A graph has hundreds of collectives, and a group thousands of ranks.
 _known_ranks: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], ProcessGroupId]] = weakref.WeakKeyDictionary()
 
@@ -313,17 +337,22 @@ def _signature(target: Any) -> _CollectiveCall | None:
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     op = _FORM_OF_OP.sub("", name) if "c10d" in namespace else f"{namespace}::{_FORM_OF_OP.sub('', name)}"
     if schema.name in _registered_collectives:
-        return _CollectiveCall(op, defaults, _registered_collectives[schema.name])
-    wanted = _GROUP_ARGUMENTS if namespace in _COLLECTIVE_NAMESPACES else ()
-    group_argument = next((argument for argument in wanted if argument in defaults), "")
-    return _CollectiveCall(op, defaults, group_argument, _PEER_ARGUMENTS.get(name)) if group_argument else None
+        return _CollectiveCall(op, defaults, *_registered_collectives[schema.name])
+    is_guess, peer = namespace not in _COLLECTIVE_NAMESPACES, _PEER_ARGUMENTS.get(name)
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        is_named_so = argument.name in _GROUP_ARGUMENTS and (not is_guess or kind in _GROUP_TYPES)
+        if is_named_so or kind.endswith(".c10d.ProcessGroup"):
+            peer = peer if peer == "" or peer in defaults else None
+            return _CollectiveCall(op, defaults, argument.name, None, peer, is_guess)
+    return None
 
 
 def _issued(node: Any) -> list[tuple[ProcessGroupId, str]]:
     """The collectives of a node, in order: on whose line, and what it is (`Collectives.sequences`)."""
     call = _collective_call(node)
     if call is not None:
-        return _issued_by_call(call, _resolve(node, call).lines)
+        return _issued_by_call(call, _lines(node, call))
     bodies = [[issued for inner in body.graph.nodes for issued in _issued(inner)] for body in _bodies(node)]
     if getattr(node.target, "_name", None) == "cond":
         longest: dict[ProcessGroupId, list[str]] = {}
@@ -376,12 +405,28 @@ def _any_overload(target: Any) -> Any:
     return getattr(target, next((name for name in names if "out" not in name), names[0]))
 
 
+def _lines(node: Any, call: _CollectiveCall) -> tuple[ProcessGroupId, ...]:
+    """On whose lines a call counts. One whose group only its owner knows counts on this rank's own, so that its graph
+    is not taken for one without collectives."""
+    try:
+        return _resolve(node, call).lines
+    except HandshakeConfigError as error:
+        if not call.is_guess:
+            raise
+        if call.op not in _warned_of:
+            _warned_of.add(call.op)
+            _logger.warning("%s. Graphs with this op can't be compared, and are split", error)
+        dist = torch.distributed
+        return (ProcessGroupId([dist.get_rank() if dist.is_initialized() else 0]),)
+
+
 def _resolve(node: Any, call: _CollectiveCall) -> _Group:
     """The group of a collective. Raises HandshakeConfigError if it, or a peer in it, can't be resolved."""
     try:
         dist = torch.distributed
         name = call.group_argument
         value = _object(call.arguments.get(name))
+        value = value if call.resolve is None else call.resolve(value)
         if name == "ranks" and isinstance(value, (list, tuple)):
             # Of several groups of that size, this rank's.
             size = _object(call.arguments["group_size"])
@@ -399,7 +444,8 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
         return group if call.peer_argument is None else _with_peers(call, group)
     except Exception as error:
         what = f"the process group of node {node.name} ({node.target}) can't be resolved{_where(node)}"
-        raise HandshakeConfigError(f"{what}: {str(error) or type(error).__name__}") from error
+        hint = ". Say what its group is with _graph.register_collective" if call.is_guess else ""
+        raise HandshakeConfigError(f"{what}: {str(error) or type(error).__name__}{hint}") from error
 
 
 def _group_of_object(process_group: Any) -> _Group:
@@ -541,12 +587,12 @@ def _leaves(value: Any, path: str = "", key_text: Callable[[Any], str] = repr) -
         yield from _leaves(part, path + step, key_text)
 
 
-def _device_type(text: str) -> str | None:
-    """The type of the device that a text such as "cuda:0" names; None if it names none, or has no index."""
-    try:
-        return str(torch.device(text).type) if _DEVICE_TEXT.fullmatch(text) else None
-    except RuntimeError:  # some other text of that form
-        return None
+def _as_device(node: Any, key: int | str, argument: Any) -> Any:
+    """An argument; a text such as "cuda:0" as a device, if it stands where a device does."""
+    if type(argument) is str and (key == "device" or (key == 1 and node.target == "to")):
+        with contextlib.suppress(RuntimeError):  # some other text
+            return torch.device(argument)
+    return argument
 
 
 def _layout(ranks: tuple[int, ...]) -> str | None:
@@ -563,6 +609,11 @@ def _layout(ranks: tuple[int, ...]) -> str | None:
         dimensions.append(f"{size} by {stride} from {ranks[0] // stride % size}")
         starts, extent = starts[::size], stride * size
     return ", ".join(dimensions)
+
+
+def _replica_role(groups: re.Match[bytes]) -> bytes:
+    layouts = {_layout(tuple(map(int, ranks.split(b",")))) for ranks in re.findall(rb"\d[\d,]*", groups[0])}
+    return groups[0] if None in layouts or len(layouts) > 1 else str(*layouts).encode()
 
 
 def _description(process_group: Any) -> str:
@@ -695,8 +746,9 @@ class _GraphWalk:
             target = str(node.target)
         arguments = []
         for key, argument in (*enumerate(node.args), *sorted(node.kwargs.items())):
-            written = self.value(argument)  # in any case, for its inputs
+            written = self.value(_as_device(node, key, argument))  # in any case, for its inputs
             arguments.append(f"{key}={replaced.get(key, written)}")
+        arguments += replaced.values()  # also where they are not given
         if op in ("placeholder", "get_attr"):
             metadata = self._metadata(_result(node), position)
             symbols = tuple(self._places)  # an attribute's own text is in those of its readers
@@ -728,7 +780,7 @@ class _GraphWalk:
         if call.peer_argument is not None and self._shared.naming == "role":
             texts[call.peer_argument] = f"peers {group.steps} ahead"
         places = {name: index for index, name in enumerate(call.arguments, call.offset)}
-        return texts | {places[name]: text for name, text in texts.items()}
+        return texts | {places[name]: text for name, text in texts.items() if name in places}
 
     def value(self, value: Any) -> str:
         leaves = _leaves(value, key_text=self.value)
@@ -740,8 +792,6 @@ class _GraphWalk:
             position = self._positions[value]
             self._inputs.append(position)
             return f"%({self._nodes[position].target})" if value.op == "get_attr" else "%"
-        if kind is str and (device := _device_type(value)) is not None:
-            return f"device({device})"
         if kind in _PLAIN_CLASSES or isinstance(value, self._plain_classes):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -801,7 +851,7 @@ class _GraphWalk:
         if isinstance(target, torch._ops.HigherOrderOperator):
             return f"{target.namespace}.{target._name}"
         name = getattr(target, "__qualname__", "<")
-        if isinstance(target, (type, types.FunctionType)) and "<" not in name:
+        if isinstance(target, (type, types.FunctionType)) and _is_found_as(target, name):
             return f"{target.__module__}.{name}"
         if isinstance(target, types.FunctionType):
             cells = [cell.cell_contents for cell in target.__closure__ or ()]
@@ -894,6 +944,13 @@ def _elements(tensor: Any) -> tuple[Any, str]:
         return plain, hashlib.blake2b(elements, digest_size=16).hexdigest()
 
 
+def _is_found_as(target: Any, name: str) -> bool:
+    """Whether that name, in its module, means this very object: two that one function made share theirs."""
+    with contextlib.suppress(AttributeError):
+        return operator.attrgetter(name)(sys.modules.get(target.__module__)) is target
+    return False
+
+
 def _has_effect(node: Any) -> bool:
     """Whether a node that is not a collective, and calls no body with an effect, has one."""
     target = node.target
@@ -903,8 +960,9 @@ def _has_effect(node: Any) -> bool:
         return False
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         overload = _any_overload(target)
+        is_known = overload.namespace in _NAMESPACES_WITHOUT_EFFECTS and not overload._schema.is_mutable
         is_random = torch.Tag.nondeterministic_seeded in overload.tags
-        return overload._schema.is_mutable or overload._schema.name.endswith("::wait_tensor") or is_random
+        return is_random or overload._schema.name.endswith("::wait_tensor") or not is_known
     if "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
     name = getattr(target, "__name__", "")
@@ -963,11 +1021,12 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
     """What a node calls, with which arguments, and the form of its result; spelled as torch's `print_readable` does."""
     op, target = node.op, str(node.target)
     arguments: list[tuple[str, str, int | None]] = []
-    for key, argument in (*enumerate(node.args), *node.kwargs.items()):
+    values = [(key, _as_device(node, key, value)) for key, value in (*enumerate(node.args), *node.kwargs.items())]
+    for key, argument in values:
         for path, empty, leaf in _leaves(argument, {"placeholder": "default", "output": ""}.get(op, str(key))):
             producer = positions.get(leaf) if type(leaf) is type(node) else None
             arguments.append((path, empty or _text(leaf), producer))
-    texts = [*map(_text, node.args), *[f"{key} = {_text(value)}" for key, value in node.kwargs.items()]]
+    texts = [_text(value) if type(key) is int else f"{key} = {_text(value)}" for key, value in values]
     if op == "call_method":
         target, text = f".{target}", f"{texts[0]}.{target}({', '.join(texts[1:])})"
     elif op in ("call_function", "call_module"):
@@ -988,8 +1047,6 @@ def _text(value: Any) -> str:
     try:
         if isinstance(value, torch.device):
             return f"device(type={value.type!r})"
-        if isinstance(value, str):
-            return repr(_device_type(value) or value)
         if getattr(value, "__module__", None) == "_operator":
             return f"operator.{value.__name__.rstrip('_')}"
         if callable(value):

@@ -34,6 +34,20 @@ c10d = torch.ops._c10d_functional
 fingerprint = _graph.graph_fingerprint
 
 
+@pytest.fixture(scope="module")
+def ops_of_mine():
+    """Ops as other libraries define them. Of the collectives one names its group, another takes it, a third neither."""
+    with torch.library._scoped_library("handshake_ops", "DEF") as library:
+        library.define("all_reduce(Tensor x, str group_name) -> Tensor")
+        library.define("rotated(Tensor x, __torch__.torch.classes.c10d.ProcessGroup ring) -> Tensor")
+        library.define("dispatched(Tensor x, int buffer) -> Tensor")
+        library.define("normed(Tensor x, int group) -> Tensor")
+        library.define("placed(Tensor x, str where) -> Tensor")
+        for name in ("all_reduce", "rotated", "dispatched", "normed", "placed"):
+            library.impl(name, lambda x, _: x.clone(), "CompositeExplicitAutograd")
+        yield torch.ops.handshake_ops
+
+
 def group_id(*ranks):
     return _vocabulary.ProcessGroupId(ranks)
 
@@ -295,6 +309,18 @@ def test_the_type_of_a_device_counts_and_its_index_does_not():
     assert fingerprint(on_device("cuda:0")) != fingerprint(on_device("cpu"))
     by_text = [fingerprint(built((torch.zeros, (3,), {"device": device}))) for device in ("cuda:0", "cuda:1", "cpu")]
     assert by_text[0] == by_text[1] != by_text[2]
+    moved = [compiled(lambda x, to=text: x.to(to) * 2, ones(3)).dynamo[0] for text in ("meta", "meta:0", "cpu")]
+    assert fingerprint(moved[0]) == fingerprint(moved[1]) != fingerprint(moved[2])
+
+
+def test_a_text_that_is_no_device_counts_whole(ops_of_mine):
+    graphs = [
+        traced(lambda x: ops_of_mine.placed(x, "cpu:0"), ones(3)),
+        traced(lambda x: ops_of_mine.placed(x, "cpu:1"), ones(3)),
+    ]
+    assert fingerprint(graphs[0]) != fingerprint(graphs[1])
+    lines = [record_of(graph_module)["body"]["nodes"][1]["line"] for graph_module in graphs]
+    assert [line.partition("(")[2] for line in lines] == ["x_1, 'cpu:0')", "x_1, 'cpu:1')"]
 
 
 def test_layouts_differ():
@@ -375,6 +401,21 @@ def test_functions_made_in_functions_count_by_code_and_captured_values():
 
     prints = [fingerprint(built((scale(by), ({0},)))) for by in (2, 2, 3)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_name_that_two_functions_share_is_not_taken_for_either():
+    def scaled(by):
+        @functools.wraps(same)
+        def wrapper(x):
+            return same(x) * by
+
+        return wrapper
+
+    prints = [fingerprint(built((function, ({0},)))) for function in (scaled(2), scaled(2), scaled(3), same)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+    kinds = [type("int", (int,), {"__module__": "builtins"}), int]
+    assert len({fingerprint(built((isinstance, ({0}, kind)))) for kind in kinds}) == 2
 
 
 def test_order_of_keys_does_not_count():
@@ -1072,6 +1113,49 @@ def test_registered_ops_are_collectives():
             _graph.register_collective(name)
 
 
+def test_an_op_of_any_namespace_that_takes_a_process_group_is_a_collective(ops_of_mine):
+    ops = ops_of_mine
+    with world(1):
+        pair = dist.new_group([0, 1])
+
+        def program(x):
+            return ops.normed(ops.rotated(ops.all_reduce(x, pair.group_name), pair.boxed()), 2)
+
+        graph_module = traced(program, ones(4))
+        assert sequences_of(graph_module) == {
+            (0, 1): ["handshake_ops::all_reduce float32 4", "handshake_ops::rotated float32"]
+        }
+        nodes = {node.name: node for node in _graph.canonical_nodes(graph_module)}
+        assert nodes["all_reduce"].group == nodes["rotated"].group == group_id(0, 1)
+        assert nodes["normed"].group is None
+        # Of an op of theirs nothing is known.
+        assert [name for name, node in nodes.items() if node.has_effect] == ["all_reduce", "rotated", "normed"]
+
+
+def test_a_collective_whose_group_is_not_known_is_split_until_it_is_registered(ops_of_mine, caplog, monkeypatch):
+    monkeypatch.setattr(_graph, "_registered_collectives", {})
+    monkeypatch.setattr(_graph, "_warned_of", set())
+    ops = ops_of_mine
+    with world(1):
+        pair = dist.new_group([0, 1])
+        graph_module = traced(lambda x: ops.dispatched(ops.all_reduce(ops.all_reduce(x, "tp:0"), "tp:0"), 7), ones(4))
+        with caplog.at_level(logging.WARNING, "torch_tpu.handshake"):
+            assert names_of(_graph.count_collectives(graph_module)) == {(1,): 2}  # of this rank: not none
+        (record,) = caplog.records
+        assert "node all_reduce (handshake_ops.all_reduce.default)" in record.getMessage()
+        assert "_graph.register_collective" in record.getMessage()
+        assert fingerprint(graph_module).startswith("unhashable-")
+
+        _graph.register_collective("handshake_ops::all_reduce", resolve={"tp:0": pair}.get)
+        _graph.register_collective("handshake_ops::dispatched", resolve=lambda _: pair)
+        assert names_of(_graph.count_collectives(graph_module)) == {(0, 1): 3}
+        prints = [fingerprint(graph_module)]
+        _graph.register_collective("handshake_ops::dispatched", resolve=lambda _: dist.group.WORLD)
+        prints.append(fingerprint(graph_module))
+        assert prints[0] != prints[1] and not any(text.startswith("unhashable-") for text in prints)
+    _graph._signature.cache_clear()
+
+
 def test_ops_of_torch_tpu_are_collectives():
     library = torch.library.Library("tpu", "FRAGMENT")
     if not hasattr(torch.ops.tpu, "_all_gather_dim"):
@@ -1090,7 +1174,7 @@ def test_the_name_of_an_op_says_whether_it_is_a_collective_as_its_schema_does():
     seen = {True: 0, False: 0}
     for name in {schema.name for schema in torch._C._jit_get_all_schemas()}:
         namespace, _, op = name.partition("::")
-        if namespace in ("tpu", "handshake_test"):  # defined by tests
+        if namespace in ("tpu", "handshake_test", "handshake_ops"):  # defined by tests
             continue
         packet = getattr(getattr(torch.ops, namespace), op, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -1264,6 +1348,61 @@ def test_fingerprints_of_executables():
     assert _graph.executable_fingerprint("abc") == _graph.executable_fingerprint(b"abc")
     assert _graph.executable_fingerprint("abc") != _graph.executable_fingerprint("abd")
     _graph.executable_fingerprint("\ud800")
+
+
+# What XLA made of `hlo_program` on four ranks of a CPU, without most of it.
+HLO = """\
+HloModule jit_f, is_scheduled=true, num_partitions=4
+
+FileNames
+1 "/here/program.py"
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+ENTRY %main.0_spmd (param.1: f32[1,3]) -> f32[1,3] {
+  %param.1 = f32[1,3]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}, metadata={op_name="x[\\"}{\\"]"}
+  ROOT %all-reduce = f32[1,3]{1,0} all-reduce(%param.1), channel_id=1, replica_groups={{0,1},{2,3}}, \
+to_apply=%region_0.0, metadata={op_name="jit(f)/psum" stack_frame_id=10}
+}
+"""
+
+
+def test_what_is_no_part_of_an_xla_program_does_not_count():
+    prints = _graph.executable_fingerprint
+    elsewhere = HLO.replace("jit_f", "jit_g").replace("/here", "/there").replace("=10}", "=12}").replace("(f)", "(g)")
+    longer = elsewhere.replace("\n\nENTRY", "\n2 {file_location_id=2 parent_frame_id=1}\n\nENTRY")
+    assert prints(longer) == prints(HLO) == prints(HLO.encode())
+    for old, new in [("f32[1,3]", "f32[1,4]"), ("all-reduce(", "all-gather("), ("channel_id=1", "channel_id=2")]:
+        assert prints(HLO.replace(old, new)) != prints(HLO)
+    assert prints("of " + longer) != prints("of " + HLO)  # some other text
+
+
+def test_replica_groups_of_an_xla_program_count_by_role():
+    def prints(groups, naming="role"):
+        return _graph.executable_fingerprint(HLO.replace("{{0,1},{2,3}}", groups), naming)
+
+    rows = prints("{{0,1},{2,3}}")
+    assert prints("{{0,1}}") == prints("{{2,3}}") == rows
+    others = ("{{0,2},{1,3}}", "{{0,1,2,3}}", "{{0,3},{1,2}}", "{{0,1},{2}}", "{{0,1},{3,2}}")
+    assert len({rows, *map(prints, others)}) == 6
+    assert prints("{{0,1}}", "exact") != prints("{{2,3}}", "exact")
+
+
+def test_real_executables_of_one_program_have_one_fingerprint_wherever_it_is_installed(tmp_path):
+    pytest.importorskip("jax")
+    programs = [tmp_path / "here" / "program.py", tmp_path / "there" / "renamed.py"]
+    source = (TESTS / "hlo_program.py").read_text()
+    for program, text in zip(programs, (source, "\n" + source.replace("model", "net")), strict=True):
+        program.parent.mkdir()
+        program.write_text(text)
+    runs = [(programs[0], "2.0"), (programs[1], "2.0"), (programs[0], "1.0")]
+    made = [subprocess.run([sys.executable, *run], capture_output=True, text=True, check=True) for run in runs]
+    texts = [process.stdout for process in made]
+    assert str(programs[0]) in texts[0]
+    assert texts[0] != texts[1]
+    prints = [_graph.executable_fingerprint(text) for text in texts]
+    assert prints[0] == prints[1] != prints[2]  # XLA folds a multiplication by 1.0, and merges two collectives
 
 
 # --- Text and source lines ---
@@ -1477,7 +1616,7 @@ def test_records_are_spelled_as_torch_prints_graphs():
     texts = {path: text for path, text, _ in nodes[6]["arguments"]}
     assert texts.pop("5").endswith("Opaque object at 0x0>")
     assert texts == {
-        "0": "x", "1{'a'}(0)": "3", "1{'d'}": "'cuda'", "1{'k'}": "[]", "2": "-0.5", "3": "None",
+        "0": "x", "1{'a'}(0)": "3", "1{'d'}": "'cuda:0'", "1{'k'}": "[]", "2": "-0.5", "3": "None",
         "4": "torch.ops.aten.sin.default",
     }  # fmt: skip
     assert nodes[0]["op"] == "placeholder" and nodes[7]["arguments"] == [["(0)", "isinstance_1", 6]]
