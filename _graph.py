@@ -104,7 +104,6 @@ _REDUCTION_ARGUMENTS = ("reduce_op", "reduceOp", "red_op", "op")
 _ROOT_ARGUMENTS = ("src", "root", "root_rank")
 _SPLITS_ARGUMENT = re.compile("splits|sizes|counts")
 MAX_TENSORS_TEXT = 100  # characters about the tensors of one collective; a digest stands for the rest
-
 MAX_CONSTANT_VALUES_SHOWN = 16  # elements of a tensor constant, in texts and records
 _MAX_CACHED_TRACES = 4096  # stack traces kept parsed: the nodes of one source line share theirs
 # Classes whose `repr` says all, and no two of which have one in common.
@@ -171,10 +170,11 @@ def count_collectives(graph_module: Any) -> Collectives:
     """How many collectives one run of the graph issues on each process group, in order of first use; none with 0.
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
-    as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one iteration
-    (how often it runs is not known here; a line needs only that all its members count it alike). What a called module
-    that is not a graph issues is not counted: a warning names its class, once, unless it is one of torch's own. Raises
-    HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved."""
+    as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one
+    iteration. Not counted is what a called module that is not a graph issues: a warning names its class, once, unless
+    it is one of torch's own. Raises HandshakeConfigError, with the node and its source line, if a collective's group
+    can't be resolved; but one of another library that nobody registered counts on this rank's own line, with a warning,
+    and its graph is unhashable."""
     return Collectives(issued for node in graph_module.graph.nodes for issued in _issued(node))
 
 
@@ -352,13 +352,22 @@ def _issued(node: Any) -> list[tuple[ProcessGroupId, str]]:
     """The collectives of a node, in order: on whose line, and what it is (`Collectives.sequences`)."""
     call = _collective_call(node)
     if call is not None:
-        return _issued_by_call(call, _lines(node, call))
+        try:
+            return _issued_by_call(call, _resolve(node, call).lines)
+        except HandshakeConfigError as error:
+            if not call.is_guess:
+                raise
+            if call.op not in _warned_of:
+                _warned_of.add(call.op)
+                _logger.warning("%s. Graphs with this op can't be compared, and are split", error)
+            # On its own line, so that the graph isn't taken for one without collectives.
+            own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            return _issued_by_call(call, (ProcessGroupId([own]),))
     bodies = [[issued for inner in body.graph.nodes for issued in _issued(inner)] for body in _bodies(node)]
     if getattr(node.target, "_name", None) == "cond":
-        longest: dict[ProcessGroupId, list[str]] = {}
-        for body in bodies:
-            for group, texts in Collectives(body).sequences.items():
-                longest[group] = max(longest.get(group, []), texts, key=len)
+        branches = [Collectives(body).sequences for body in bodies]
+        groups = dict.fromkeys(itertools.chain(*branches))
+        longest = {group: max((branch.get(group, []) for branch in branches), key=len) for group in groups}
         return [(group, text) for group, texts in longest.items() for text in texts]
     return list(itertools.chain(*bodies))
 
@@ -403,21 +412,6 @@ def _any_overload(target: Any) -> Any:
         return target
     names = target.overloads()
     return getattr(target, next((name for name in names if "out" not in name), names[0]))
-
-
-def _lines(node: Any, call: _CollectiveCall) -> tuple[ProcessGroupId, ...]:
-    """On whose lines a call counts. One whose group only its owner knows counts on this rank's own, so that its graph
-    is not taken for one without collectives."""
-    try:
-        return _resolve(node, call).lines
-    except HandshakeConfigError as error:
-        if not call.is_guess:
-            raise
-        if call.op not in _warned_of:
-            _warned_of.add(call.op)
-            _logger.warning("%s. Graphs with this op can't be compared, and are split", error)
-        dist = torch.distributed
-        return (ProcessGroupId([dist.get_rank() if dist.is_initialized() else 0]),)
 
 
 def _resolve(node: Any, call: _CollectiveCall) -> _Group:
