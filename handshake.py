@@ -581,9 +581,11 @@ def submit_handshake_async(
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
     stage = HandshakeStage.DISPATCH_STAGE
     gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage, label=label)
-    if gate._remembered:
-        return Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str, label)
-    return gate._cast(partial)
+    if gate._remembered is None:
+        return gate._cast(partial)
+    ticket = Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str, label)
+    ticket._answer = gate._remembered
+    return ticket
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -629,7 +631,8 @@ class DispatchGate:
         if self.stage is HandshakeStage.OFF:
             self._remembered = False
         elif not has_collectives_between_ranks(self._collectives):
-            self._remembered = True
+            # A collective whose group is not known counts on this rank alone (`_graph.count_collectives`).
+            self._remembered = not (self._collectives and executable_fingerprint.startswith("unhashable-"))
         elif self.stage is HandshakeStage.COMPILE_STAGE:
             self._remembered = self.vote()
 

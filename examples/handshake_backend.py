@@ -157,7 +157,9 @@ class Executable(OutputCode):
             backend.count("graphs")
         between_ranks = has_collectives_between_ranks(self._collectives)
         if backend.stage is HandshakeStage.OFF or not between_ranks:
-            self._verdict: Verdict | None = not between_ranks  # without a vote, collectives are skinny
+            # Without a vote, collectives are skinny, also those whose groups only another library knows.
+            is_known = not self._collectives or not graph_fingerprint(graph_module).startswith("unhashable")
+            self._verdict: Verdict | None = not between_ranks and is_known
             return
         self._verdict = None
         self._fingerprint = graph_fingerprint(graph_module, backend.groups)

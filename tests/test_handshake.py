@@ -777,6 +777,17 @@ def test_what_a_gate_is_made_of_is_checked_in_every_stage(stage, wrong):
         handshake.DispatchGate("same", wrong, stage=stage)
 
 
+def test_a_graph_with_a_collective_whose_group_is_not_known_is_never_fat():
+    own = {Group((0,)): 1}
+    for stage in ("COMPILE_STAGE", "DISPATCH_STAGE"):
+        assert not handshake.DispatchGate("unhashable-01", own, stage=stage).vote()
+        assert handshake.DispatchGate("unhashable-01", {}, stage=stage).vote()
+        assert handshake.DispatchGate("01", own, stage=stage).vote()
+    with handshake.Handshake(0, world_size=2, port=0):
+        assert not handshake.submit_handshake("unhashable-01", own)
+        assert handshake.submit_handshake("01", own)
+
+
 def test_dispatch_gate_off_or_with_nothing_to_agree_on_starts_nothing():
     session = handshake._session  # none, or one of an earlier test, closed
     assert handshake.DispatchGate("same", {Group(PAIR): 1}).vote() is False
