@@ -54,8 +54,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 if __package__:
+    from ._protocol import runs
     from ._vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks, group_naming
 else:
+    from _protocol import runs
     from _vocabulary import HandshakeConfigError, HandshakeError, ProcessGroupId, format_ranks, group_naming
 
 _logger = logging.getLogger("torch_tpu.handshake")
@@ -136,13 +138,11 @@ class SourceLine(NamedTuple):
 
 
 class Collectives(dict[ProcessGroupId, int]):
-    """How many collectives a graph issues on each process group.
-
-    `sequences` says what they are, in the order of the graph, as far as all members must agree: ``all_reduce sum
-    float32 1024``, ``all_gather bfloat16 4096`` (what each member gives), ``broadcast float32 8 root 0``, ``send_recv
-    int64 8`` (with either end). A symbolic size is ``?``, which equals any; one that members may have different
-    numbers of, such as the uneven splits of an all-to-all, is left out. Ranks whose graphs have one fingerprint have
-    the same sequences, for their groups in order of first use, unless two of these are one to some of the ranks."""
+    """How many collectives a graph issues on each process group. `sequences` says what they are, in the order
+    of the graph, as far as all members must agree: ``all_reduce sum float32 1024``, ``all_gather bfloat16 4096`` (what
+    each gives), ``broadcast float32 8 root 0``, ``send_recv int64 8`` (by either end). A symbolic size is ``?``, which
+    equals any; one in which members may differ, as in an uneven all-to-all, is left out. Ranks with one fingerprint
+    have the same sequences, for their groups in order of first use, unless two of these are one to some of them."""
 
     def __init__(self, issued: Iterable[tuple[ProcessGroupId, str]]) -> None:
         self.sequences: dict[ProcessGroupId, list[str]] = {}
@@ -171,10 +171,9 @@ def count_collectives(graph_module: Any) -> Collectives:
     A coalesced collective counts once. A point-to-point op counts on the line of the pair {this rank, peer}, and a
     batch of them once for each of its ops, so that both ends count alike however they batch. Nested graphs count
     as often as they are called: of the branches of a `cond`, the largest count of each group; of a loop, one
-    iteration. Not counted is what a called module that is not a graph issues: a warning names its class, once, unless
-    it is one of torch's own. Raises HandshakeConfigError, with the node and its source line, if a collective's group
-    can't be resolved; but one of another library that nobody registered counts on this rank's own line, with a warning,
-    and its graph is unhashable."""
+    iteration. What a called module that is not a graph issues is not counted: a warning names its class, once. Raises
+    HandshakeConfigError, with the node and its source line, if a collective's group can't be resolved. (With an op that
+    nobody registered a warning says so, it counts on this rank's own line, and its graph is unhashable.)"""
     return Collectives(issued for node in graph_module.graph.nodes for issued in _issued(node))
 
 
@@ -219,10 +218,9 @@ def register_collective(
     qualified_op_name: str, group_argument: str = "group_name", resolve: Callable[[Any], Any] | None = None
 ) -> None:
     """Makes an op, named without an overload, count as a collective: ``register_collective("mylib::reduce", "ring")``.
-    That argument of its schema holds the group: a process group, or its name; or, with `resolve`, anything that this
-    makes one of those of (None, where the op has no such argument). An op that takes a process group, or names one in
-    an argument `group_name`, `group` or `process_group`, needs no registration. Raises HandshakeConfigError if the op's
-    name is not of the form ``namespace::name``."""
+    That argument of its schema holds a process group or its name, or what `resolve` makes one of (None, where there is
+    no such argument). An op that takes a process group, or names one in an argument `group_name`, `group` or
+    `process_group`, needs none of this. Raises HandshakeConfigError if the name is not ``namespace::name``."""
     if not re.fullmatch(r"\w+::\w+", qualified_op_name):
         raise HandshakeConfigError(f"{qualified_op_name!r} is not a qualified op name, such as 'mylib::ring_reduce'")
     _registered_collectives[qualified_op_name] = group_argument, resolve
@@ -360,7 +358,6 @@ def _issued(node: Any) -> list[tuple[ProcessGroupId, str]]:
             if call.op not in _warned_of:
                 _warned_of.add(call.op)
                 _logger.warning("%s. Graphs with this op can't be compared, and are split", error)
-            # On its own line, so that the graph isn't taken for one without collectives.
             own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             return _issued_by_call(call, (ProcessGroupId([own]),))
     bodies = [[issued for inner in body.graph.nodes for issued in _issued(inner)] for body in _bodies(node)]
@@ -393,8 +390,7 @@ def _issued_by_call(call: _CollectiveCall, lines: tuple[ProcessGroupId, ...]) ->
     has_size = is_pairwise or (is_even and _OF_ONE_SIZE.match(op))
     tensors = []
     for tensor in sent:
-        number = str(tensor.numel())
-        size = "" if not has_size else number if number.isdigit() else "?"
+        size = re.sub(r".*\D.*", "?", str(tensor.numel())) if has_size else ""
         tensors.append(f"{str(tensor.dtype).removeprefix('torch.')} {size}".strip())
     if len(tensors) != len(lines):
         text = " + ".join(tensors)
@@ -432,8 +428,7 @@ def _resolve(node: Any, call: _CollectiveCall) -> _Group:
             if isinstance(value, str):
                 value = dist.distributed_c10d._resolve_process_group(value)
             if not isinstance(value, dist.ProcessGroup):
-                kind = _class_name(type(value))
-                raise TypeError(f"its argument {name!r} is {kind}, not a process group or the name of one")
+                raise TypeError(f"its argument {name!r} is {type(value)}, not a process group or the name of one")
             group = _group_of_object(value)
         return group if call.peer_argument is None else _with_peers(call, group)
     except Exception as error:
@@ -596,7 +591,7 @@ def _layout(ranks: tuple[int, ...]) -> str | None:
     dimensions = []
     starts, extent = list(ranks), 1
     while len(starts) > 1:
-        _, size, stride = _runs(starts)[0]
+        _, size, stride = runs(starts)[0]
         regular = [start + n * stride for start in starts[::size] for n in range(size)]
         if stride <= 0 or stride % extent or starts != regular:
             return None
@@ -845,8 +840,12 @@ class _GraphWalk:
         if isinstance(target, torch._ops.HigherOrderOperator):
             return f"{target.namespace}.{target._name}"
         name = getattr(target, "__qualname__", "<")
-        if isinstance(target, (type, types.FunctionType)) and _is_found_as(target, name):
-            return f"{target.__module__}.{name}"
+        if isinstance(target, (type, types.FunctionType)):
+            found = sys.modules.get(target.__module__)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is target:  # two that one function made share their name
+                return f"{target.__module__}.{name}"
         if isinstance(target, types.FunctionType):
             cells = [cell.cell_contents for cell in target.__closure__ or ()]
             return f"code({self.value([target.__code__, target.__defaults__, target.__kwdefaults__, cells])})"
@@ -936,13 +935,6 @@ def _elements(tensor: Any) -> tuple[Any, str]:
             raise HandshakeError(f"a tensor constant of class {_class_name(type(tensor))} has no memory to read")
         elements = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b""
         return plain, hashlib.blake2b(elements, digest_size=16).hexdigest()
-
-
-def _is_found_as(target: Any, name: str) -> bool:
-    """Whether that name, in its module, means this very object: two that one function made share theirs."""
-    with contextlib.suppress(AttributeError):
-        return operator.attrgetter(name)(sys.modules.get(target.__module__)) is target
-    return False
 
 
 def _has_effect(node: Any) -> bool:
@@ -1077,7 +1069,7 @@ def _group_record(node: Any, groups: dict[str, Any]) -> dict[str, Any]:
         group = _resolve(node, call)
         name = getattr(group.process_group, "group_name", None)
         if name is not None and name not in groups:
-            groups[name] = {"ranks": _runs(sorted(group.ranks)), "description": _description(group.process_group)}
+            groups[name] = {"ranks": runs(sorted(group.ranks)), "description": _description(group.process_group)}
     return {"collective": True, "group": name if isinstance(name, str) else None}
 
 
@@ -1115,17 +1107,6 @@ def _mutations(graph_module: Any) -> dict[Any, str]:
         inputs_changed = [leaf for *_, leaf in _leaves(changed) if getattr(leaf, "op", None) == "placeholder"]
         mutations.update(dict.fromkeys(inputs_changed, str(node.target)))
     return mutations
-
-
-def _runs(ranks: list[int]) -> list[tuple[int, int, int]]:
-    """Ranks as runs (first, count, step), each as long as can be."""
-    runs = []
-    while ranks:
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        count = next((n for n, rank in enumerate(ranks) if rank != ranks[0] + n * step), len(ranks))
-        runs.append((ranks[0], count, step))
-        ranks = ranks[count:]
-    return runs
 
 
 def _fact_lines(body: dict[str, Any], path: str = "") -> Iterator[str]:

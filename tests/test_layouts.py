@@ -34,7 +34,7 @@ CORE = {
 }
 EXTRAS = {
     "_observe.py": 200,
-    "_graph.py": 1100,
+    "_graph.py": 1125,
     "_graph_plan.py": 1210,
     "_graph_diff.py": 990,
     "_graph_report.py": 970,
