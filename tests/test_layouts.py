@@ -42,7 +42,7 @@ EXTRAS = {
 }
 TOOLS = {"bench.py": 700}
 MOST_LINES_OF_THE_CORE = 3600
-MOST_LINES = 8900
+MOST_LINES = 8950
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")
