@@ -466,8 +466,9 @@ class Client:
         rank, host, pid = map(self.coordinator.get, ("rank", "host", "pid"))
         return f"the coordinator (rank {rank}, {host}:{pid})"
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, farewell: str = "") -> None:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""
+        farewell = farewell or f"rank {self.rank} closed its handshake"
         sock, failure = self._sock, self._failure
         self._failure = failure or (HandshakeError, reason)
         if sock is None:
@@ -476,7 +477,7 @@ class Client:
         if failure is None and self.lock.acquire(timeout=CLOSE_WITHIN_S):
             try:
                 with contextlib.suppress(OSError):
-                    sock.sendall(_protocol.encode(_protocol.Goodbye(f"rank {self.rank} closed its handshake")))
+                    sock.sendall(_protocol.encode(_protocol.Goodbye(farewell)))
             finally:
                 self.lock.release()
         with contextlib.suppress(OSError):

@@ -198,7 +198,8 @@ class Server:
             reason = f"the coordinator failed: {type(error).__name__}: {error}"
             logger.critical("handshake: %s", reason, exc_info=True)
         finally:
-            self._close(reason)
+            own = self._consensus.voter(self._rank).lost
+            self._close(f"{reason}: {own}" if own.startswith(_protocol.BROKE_OFF) else reason)
 
     def _look_at_the_clock(self) -> None:
         now = self._now
@@ -300,6 +301,10 @@ class Server:
             self._program(message)
         elif isinstance(message, _protocol.Extra) and message.extra in self._extras:
             self._reply(message.extra, self._extras[message.extra].take(rank, *message[1:], self._now))
+        elif isinstance(message, _protocol.Wait) and connection.voter is not None:
+            if not 0 < message.seconds < sys.float_info.max:
+                raise HandshakeProtocolError(f"votes that may wait {message.seconds} s")
+            connection.voter.timeout_s = message.seconds
         elif isinstance(message, _protocol.Goodbye):
             return message.reason or "it said goodbye"
         return ""

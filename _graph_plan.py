@@ -37,6 +37,7 @@ import heapq
 import json
 import logging
 import operator
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -145,7 +146,7 @@ def _longest_chain(pairs: Iterable[tuple[int, int]]) -> _Pairs:
 
 # ====================================================================== the plan
 
-FAT, LOCAL, SKINNY = "fat", "local", "skinny"
+FAT, LOCAL, SKINNY, PARTIAL = "fat", "local", "skinny", "partial"
 
 # What a rank takes from the reference, unpacked: 1,000,000 nodes of 2 inputs. A bomb may not make it allocate more.
 MAX_KEYS_BYTES = 64 * 2**20
@@ -189,8 +190,8 @@ class Plan:
         program: the graph as one that calls a submodule for each segment, named ``fat_0``, ``local_1``, ``skinny_2`` …
             Each returns a tuple; that of a fat segment holds the values that the segment names, in its order, on every
             rank. It runs as it is; parameters, buffers and nested bodies are shared with the graph.
-        compiled: None, and the caller's to set: what it made of `program`. An `OwnGraph` gives the same plan again for
-            the same segments, so that each is compiled once.
+        compiled: None, and the caller's to set: what it made of `program`, as `Programs` does. An `OwnGraph` gives the
+            same plan again for the same segments, so that each is compiled once.
     """
 
     segments: tuple[Segment, ...]
@@ -797,6 +798,110 @@ def split_skinny(graph_module: "torch.fx.GraphModule") -> "torch.fx.GraphModule"
     ]
     units = [unit for unit in _units(nodes, _leaders(fx_nodes)) if unit.takes_part]
     return _split(graph_module, _separate(units))
+
+
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
+class Program:
+    """What a graph is run as.
+
+    Attributes:
+        kind: `FAT`: whole; `SKINNY`: split at its collectives; `PARTIAL`: by a plan.
+        num_segments: how many graphs were compiled for it.
+        run: takes the graph's inputs in one list.
+    """
+
+    kind: str
+    num_segments: int
+    run: Callable[[list[Any]], Any]
+
+
+class Programs:
+    """One graph, and the programs made of it so far. Each is compiled once, when it is first needed, and kept.
+
+    The whole graph is compiled at once, so that nothing which can fail stands between a vote and the run. What fails to
+    compile once it is agreed on is told to the other ranks (`DispatchGate.abandon`), and raised.
+    """
+
+    def __init__(
+        self,
+        graph_module: "torch.fx.GraphModule",
+        gate: Any,
+        compile_graph: "Callable[[torch.fx.GraphModule], Callable[[list[Any]], Any]]",
+        *,
+        groups: str | None = None,
+        split_too: bool = False,
+    ) -> None:
+        """
+        Args:
+            graph_module: the graph that is voted on. It must not change: `compile_graph` works on a copy if it has to.
+            gate: its `DispatchGate`; with `partial=True`, ranks look for a plan after a split.
+            compile_graph: makes of a graph, the whole one or a segment, what takes its inputs in one list, as
+                AOTAutograd's compilers do.
+            groups: as in the gate's fingerprint; by default what fingerprints use by default.
+            split_too: compile the program split at its collectives now too, as where guards on sizes can be made only
+                now.
+
+        Raises:
+            What `compile_graph` raises.
+        """
+        self._graph_module, self._gate, self._compile_graph = graph_module, gate, compile_graph
+        self._own: OwnGraph | None = None
+        if gate.partial and gate.answer is None:
+            # Before anything compiles it: compilers may narrow the ranges of symbolic sizes, which are in the keys.
+            try:
+                self._own = OwnGraph(graph_module, groups)
+            except _vocabulary.HandshakeError:
+                gate.partial = False  # it is split as a whole; why was said when its fingerprint was taken
+        self._compiled: dict[str, Program] = {}
+        self._lock = threading.Lock()
+        self._ticket: Any = None  # of the last vote, and
+        self._agreed: Program | None = None  # what came of it
+        if gate.answer is not False:
+            self._program(FAT)
+        if gate.answer is False or (split_too and gate.answer is None):
+            self._program(SKINNY)
+
+    def agreed(self, facts: str | bytes | None = None) -> Program:
+        """Votes, and returns what to run this time. For `facts`, and what is raised, see `DispatchGate.vote`."""
+        with self._lock:
+            ticket = self._gate.vote_async(facts)
+            fat = ticket.result()
+            if ticket is not self._ticket or self._agreed is None:
+                try:
+                    self._agreed = self._program(FAT) if fat else self._split(ticket.exchange)
+                except BaseException as error:
+                    self._gate.abandon(f"{type(error).__name__}: {error}")
+                    raise
+                self._ticket = ticket
+            return self._agreed
+
+    def _split(self, exchange: "Exchange | None") -> Program:
+        plan = None if exchange is None or self._own is None else agree_on_plan(exchange, self._own)
+        if plan is None:
+            return self._program(SKINNY)
+        if plan.compiled is None:
+            plan.compiled = self._compile_segments(PARTIAL, plan.program)
+        compiled: Program = plan.compiled
+        return compiled
+
+    def _program(self, kind: str) -> Program:
+        if kind not in self._compiled:
+            if kind == FAT:
+                self._compiled[FAT] = Program(FAT, 1, self._compile_graph(self._graph_module))
+            else:
+                self._compiled[SKINNY] = self._compile_segments(SKINNY, split_skinny(self._graph_module))
+        return self._compiled[kind]
+
+    def _compile_segments(self, kind: str, program: "torch.fx.GraphModule") -> Program:
+        import torch
+
+        names = [str(node.target) for node in program.graph.find_nodes(op="call_module")]
+        segments: list[Any] = [program.get_submodule(name) for name in names]
+        for name, compiled in zip(names, [self._compile_graph(segment) for segment in segments], strict=True):
+            segment = torch.nn.Module()
+            segment.forward = lambda *inputs, compiled=compiled: compiled(list(inputs))
+            program.set_submodule(name, segment)
+        return Program(kind, len(names), lambda inputs: program(*inputs))
 
 
 def _split(graph_module: "torch.fx.GraphModule", segments: Sequence[Segment]) -> "torch.fx.GraphModule":

@@ -139,14 +139,14 @@ class Observer(_client.Client):
 
     # ------------------------------------------------------------------ the end
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, farewell: str = "") -> None:
         """Waits a moment for the last verdicts, and sums up, in the log and in the debug folder."""
         if self._ends.is_set():
             return
         self._ends.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * LAST_WORDS_S)
-        super().close(reason)
+        super().close(reason, farewell)
         settings, stats = self._session.settings, self._session.stats
         votes = {name: stats[name] for name in ("handshakes", *_OUTCOMES[1:])} | {"let_go": self.let_go}
         if not stats["handshakes"] and not self.let_go:

@@ -12,8 +12,8 @@ fixed fields and then a tail: text, JSON, bytes, ranks, or spans. `_KINDS` is th
     rank         VOTE       26 bytes + 16 for each group
     coordinator  VERDICT    11 bytes; before one that is not FAT, a DETAIL with the reason
 
-Later: NOTICE (coordinator), a text for the rank's log; EXTRA (both), about a vote that was split, passed on unread by
-the core; GOODBYE (both): the end of the connection is meant.
+Later: WAIT (rank), how long its votes may wait from now on; NOTICE (coordinator), a text for the rank's log; EXTRA
+(both), about a vote that was split, passed on unread by the core; GOODBYE (both): the end of the connection is meant.
 
 A new message is a class, a row of `_KINDS`, and its number in the set of the side that may send it. Every length is
 checked against the bound of its kind before anything of that size is made. A `Decoder` that has raised raises for ever:
@@ -52,12 +52,13 @@ PARTIAL, HAS_GRAPH = 1, 2  # flags of a vote: the rank is able to look for a pla
 PLAN, SPEAKS = 1, 2  # flags of a verdict: all ranks of the component look for a plan now; this rank is to log a split
 PLANS, REPORTS = 1, 2  # extras
 CALL_OFF = 5  # the step by which a rank calls a plan off
+BROKE_OFF = "it can't run what was agreed"  # how the goodbye of a rank begins that gives up
 
 GREETING, HELLO, WELCOME, REFUSED, GOODBYE = 1, 2, 3, 4, 5
-GROUP, VOTE, VERDICT, DETAIL, NOTICE, PROGRAM, EXTRA = 16, 17, 18, 19, 20, 21, 32
+GROUP, VOTE, VERDICT, DETAIL, NOTICE, PROGRAM, WAIT, EXTRA = 16, 17, 18, 19, 20, 21, 22, 32
 # Which kinds each side may send, and when.
 FROM_STRANGER = frozenset({HELLO})
-FROM_RANK = frozenset({GROUP, PROGRAM, VOTE, EXTRA, GOODBYE})
+FROM_RANK = frozenset({GROUP, PROGRAM, VOTE, WAIT, EXTRA, GOODBYE})
 FROM_COORDINATOR = frozenset({VERDICT, DETAIL, NOTICE, EXTRA, GOODBYE})
 
 _LENGTH_BYTES = 4
@@ -147,6 +148,12 @@ class Notice(NamedTuple):
     text: str
 
 
+class Wait(NamedTuple):
+    """How long the rank's votes may wait from now on, in seconds."""
+
+    seconds: float
+
+
 class Extra(NamedTuple):
     """A frame of an extra, about the vote of that number of the rank that sends or gets it."""
 
@@ -156,7 +163,9 @@ class Extra(NamedTuple):
     payload: bytes
 
 
-Message = Greeting | Hello | Welcome | Refused | Goodbye | Group | Program | Vote | Verdict | Detail | Notice | Extra
+Message = (
+    Greeting | Hello | Welcome | Refused | Goodbye | Group | Program | Vote | Verdict | Detail | Notice | Wait | Extra
+)
 
 
 class _Tail(NamedTuple):
@@ -243,6 +252,7 @@ _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     VERDICT: (Verdict, struct.Struct("!IBB"), None),
     DETAIL: (Detail, struct.Struct("!I"), _FACTS),
     NOTICE: (Notice, struct.Struct(""), _TEXT),
+    WAIT: (Wait, struct.Struct("!d"), None),
     EXTRA: (Extra, struct.Struct("!BIB"), _BYTES),
 }
 _KIND_OF = {row[0]: kind for kind, row in _KINDS.items()}

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 STAGE_VARIABLES = ("TORCH_TPU_INTERNAL_HANDSHAKE_STAGE", "TORCH_TPU_SPMD_HANDSHAKE_STAGE")
 GROUPS_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS"
 given_group_naming: str | None = None  # as the open handshake was told; set by `handshake`
-MAX_FINGERPRINT_CHARACTERS = 1024  # of a digest in hex, or a few; more is a graph in its fingerprint's place
+MAX_FINGERPRINT_CHARACTERS = 1024  # a digest in hex, or a few; what is longer is kept and sent as its digest
 # As many as the wire has bits for. A busy server issues 2**32 collectives in less than three days, a graph never.
 MAX_LINE_POSITION = 2**64 - 1
 MAX_COLLECTIVES_IN_GRAPH = 2**32 - 1
@@ -56,8 +56,8 @@ class HandshakePeerLostError(HandshakeError, ConnectionError):
     """A rank that a vote needs, or the coordinator, is gone."""
 
 
-class HandshakeProtocolError(HandshakeError):
-    """The other side, or a rank's sequence of votes, broke the protocol."""
+class HandshakeProtocolError(HandshakeError, ValueError):
+    """The other side, or a rank's sequence of votes, broke the protocol; or bytes or JSON can't be parsed."""
 
 
 class HandshakeMismatchError(HandshakeError):
@@ -90,8 +90,9 @@ class HandshakeStage(enum.Enum):
 
     @classmethod
     def parse(cls, stage: Any, source: str) -> "HandshakeStage":
-        """A stage, or the one of that name in any case ("" is OFF). `source`: as in `whole_number`."""
-        name = stage.name if isinstance(stage, cls) else str(stage).strip().upper() or "OFF"
+        """A stage; or the one of that name, in any case ("" is OFF), or that another package's enum has (an object with
+        `.name`). `source`: as in `whole_number`."""
+        name = str(getattr(stage, "name", stage)).strip().upper() or "OFF"
         if name in cls.__members__:
             return cls[name]
         raise HandshakeConfigError(f"{source}={stage!r} is not a valid stage; use one of {', '.join(cls.__members__)}")
@@ -256,6 +257,13 @@ class ProcessGroupCollectiveCount:
         object.__setattr__(self, "collective_count_before", before)
         object.__setattr__(self, "num_collectives_in_graph", number)
 
+    def increment_num_collectives_in_graph(self, number_of_collectives: int) -> None:
+        """Moves on to the next graph, in place, as torch_tpu's class does. Not for one in a `RankCollectiveCounts`,
+        whose copies share it: there is `increment_pg_collective_counts`. Raises HandshakeConfigError."""
+        moved = ProcessGroupCollectiveCount(self.end, number_of_collectives)
+        object.__setattr__(self, "collective_count_before", moved.collective_count_before)
+        object.__setattr__(self, "num_collectives_in_graph", moved.num_collectives_in_graph)
+
     @property
     def end(self) -> int:
         """The position after the span: before + in graph."""
@@ -361,7 +369,7 @@ def fingerprint_digest(fingerprint: str) -> bytes:
     """The bytes that stand for `fingerprint` on the wire, `DIGEST_BYTES`; 32 lowercase hex digits are their own."""
     if len(fingerprint) == 2 * DIGEST_BYTES and set("0123456789abcdef").issuperset(fingerprint):
         return bytes.fromhex(fingerprint)
-    return hashlib.blake2b(fingerprint.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+    return _digest(fingerprint.encode("utf-8", "surrogatepass"))
 
 
 def graph_name(fingerprint: str, label: str | None) -> str:
@@ -371,12 +379,29 @@ def graph_name(fingerprint: str, label: str | None) -> str:
 
 
 def usable_fingerprint(fingerprint: Any, ranks: Sequence[int] = ()) -> str:
-    """`fingerprint`. Raises HandshakeConfigError if it can't be one."""
-    if not isinstance(fingerprint, str) or not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
-        wanted = f"a string of 1 to {MAX_FINGERPRINT_CHARACTERS} characters, as executable_fingerprint(text) gives"
-        text = f"executable_fingerprint must be {wanted}, got {shorten(repr(fingerprint))}"
+    """`fingerprint`, or its digest if it is long. Raises HandshakeConfigError if it can't be one."""
+    if not isinstance(fingerprint, str) or not fingerprint:
+        text = f"executable_fingerprint must be a string that is not empty, got {shorten(repr(fingerprint))}"
         raise HandshakeConfigError(text, ranks=ranks)
-    return fingerprint
+    if len(fingerprint) <= MAX_FINGERPRINT_CHARACTERS:
+        return fingerprint
+    return _digest(fingerprint.encode("utf-8", "surrogatepass")).hex()
+
+
+def digest_with_facts(digest: bytes, facts: str | bytes) -> bytes:
+    """The digest of a fingerprint together with facts of one dispatch. Raises HandshakeTypeError."""
+    if not isinstance(facts, str | bytes):
+        raise HandshakeTypeError(f"facts of a vote must be a short text or bytes, got {shorten(repr(facts))}")
+    return _digest_with_facts(digest, facts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_with_facts(digest: bytes, facts: str | bytes) -> bytes:
+    return _digest(digest + (facts if isinstance(facts, bytes) else facts.encode("utf-8", "surrogatepass")))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclasses.dataclass
@@ -392,7 +417,7 @@ class CollectiveHandshakeRequest:
         if not isinstance(self.pg_collective_counts, RankCollectiveCounts):
             self.pg_collective_counts = RankCollectiveCounts(self.pg_collective_counts)
         rank = self.rank = whole_number(self.rank, "rank", least=0)
-        usable_fingerprint(self.executable_fingerprint, ranks=[rank])
+        self.executable_fingerprint = usable_fingerprint(self.executable_fingerprint, ranks=[rank])
         if not self.pg_collective_counts:
             raise HandshakeConfigError("a request needs at least one process group", ranks=[rank])
         for group in self.participating_groups:

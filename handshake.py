@@ -55,12 +55,12 @@ HandshakeTypeError = _vocabulary.HandshakeTypeError
 ProcessGroupCollectiveCount = _vocabulary.ProcessGroupCollectiveCount
 ProcessGroupId = _vocabulary.ProcessGroupId
 RankCollectiveCounts = _vocabulary.RankCollectiveCounts
-_select_handshake_port = _rendezvous.select_handshake_port
 
 logger = logging.getLogger("torch_tpu.handshake")
 
 GraphText = str | Callable[[], str] | None  # see `submit_handshake`
-# Fingerprints whose splits are counted. A job that makes new ones for ever is told of old ones once more.
+# Graphs whose splits are counted, or of which it is known that they were agreed. A job that makes new ones for ever is
+# told of old ones once more.
 MAX_SPLITS_COUNTED = 10_000
 _COUNTED_AS = ("handshakes", "fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number
 
@@ -77,6 +77,8 @@ class _Session:
         self.lock = threading.Lock()  # for what is counted, and for `closed`
         self.stats: dict[str, float] = dict.fromkeys((*_COUNTED_AS, "waited_s", "longest_wait_s"), 0)
         self.splits: dict[str, int] = {}  # by fingerprint
+        self.votes_once = settings.stage is HandshakeStage.COMPILE_STAGE
+        self.agreed: set[str] = set()  # fingerprints that were, where graphs vote once
         self._connecting = threading.Lock()
         self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
@@ -168,6 +170,13 @@ class _Session:
         has_graph = text is not None and (self.observer or self.client.coordinator.get("debug"))
         can_plan = partial and not self.observer and _extra("_graph_plan") is not None
         return (_protocol.PARTIAL if can_plan else 0) | (_protocol.HAS_GRAPH if has_graph else 0)
+
+    def break_off(self, reason: str) -> None:
+        """See `Handshake.abandon`."""
+        if self.client.is_connected and self.client._failure is None and self.observer is None:
+            what = f"{_protocol.BROKE_OFF}: {_vocabulary.shorten(reason, 1000)}"
+            logger.error("handshake: rank %d tells the others that %s", self.settings.rank, what)
+            self.client.close(f"{what}. It votes no more: restart the job", what)
 
     def close(self) -> None:
         """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent."""
@@ -350,10 +359,29 @@ class Handshake:
         observed = {} if session.observer is None else {"graphs": session.observer.graphs}
         return {**session.stats, "bytes_sent": session.client.bytes_sent, **observed}
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long votes may wait from the next one on: long while ranks compile for the first time, then short. Of
+        ranks that wait together the shortest counts, so call it on all of them. Raises HandshakeConfigError."""
+        session = self._session
+        settings = session.settings._replace(timeout_s=_rendezvous._parse("timeout_s", seconds, "seconds"))
+        session.client.ahead.append(_protocol.encode(_protocol.Wait(settings.timeout_s)))
+        session.settings, session.wait_s = settings, settings.timeout_s + _client.COORDINATOR_GRACE_S
+
+    def abandon(self, reason: str) -> None:
+        """Tells the others why this rank can't do what was agreed, such as that a program fails to compile. Whoever
+        waits for it, or votes on a group that holds it, gets HandshakePeerLostError with the reason. Its own votes
+        raise."""
+        self._session.break_off(reason)
+
     def close(self) -> None:
         """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
         for all ranks. Idempotent; done at exit. A new `Handshake()` starts anew, at position 0 of each line."""
         self._session.close()
+
+    @classmethod
+    def _reset_instances(cls) -> None:  # for torch_tpu's tests
+        _close()
+        _recorded.clear()
 
     def __enter__(self) -> "Handshake":
         return self
@@ -374,20 +402,24 @@ class Ticket:
 
     def __init__(
         self,
-        session: _Session,
+        session: Any,
         pending: _client.PendingVote | None,
         fingerprint: str,
         text: GraphText,
         label: str | None,
+        answer: bool = True,
     ) -> None:
+        """A vote of a `_Session`; or, where there is none to cast, its answer."""
         self._session, self._pending = session, pending
         self._fingerprint, self._text, self._label = fingerprint, text, label
         self._lock = threading.Lock()
-        self._answer: bool | HandshakeError | None = True if pending is None else None
+        self._answer: bool | HandshakeError | None = answer if pending is None else None
         self.exchange: Any = None
-        if session.observer is not None and pending is not None:
-            self._answer = True
-            session.observer.watch(self, pending)
+        if pending is not None:
+            self._wait_s = session.wait_s
+            if session.observer is not None:
+                self._answer = True
+                session.observer.watch(self, pending)
 
     def __del__(self) -> None:
         if self._pending is not None and self._answer is None:
@@ -414,7 +446,7 @@ class Ticket:
             # This thread can't go through its last exchange any more: nobody must wait for it there.
             for exchange in vars(_thread).pop("exchanges", ()):
                 exchange.leave()
-            session.client.wait(pending, pending.sent_at + session.wait_s)
+            session.client.wait(pending, pending.sent_at + self._wait_s)
         return self.conclude(pending)
 
     def conclude(self, pending: _client.PendingVote) -> bool | HandshakeError:
@@ -427,7 +459,11 @@ class Ticket:
             stats[_COUNTED_AS[pending.outcome]] += 1
             stats["waited_s"] += waited_s
             stats["longest_wait_s"] = max(stats["longest_wait_s"], waited_s)
-        return pending.outcome == _protocol.FAT or self._not_fat(pending, waited_s)
+        if pending.outcome != _protocol.FAT:
+            return self._not_fat(pending, waited_s)
+        if session.votes_once and len(session.agreed) < MAX_SPLITS_COUNTED:
+            session.agreed.add(self._fingerprint)
+        return True
 
     def _not_fat(self, pending: _client.PendingVote, waited_s: float) -> bool | HandshakeError:
         settings, facts = self._session.settings, pending.facts
@@ -439,9 +475,14 @@ class Ticket:
             what_to_do = "This rank is slower than that, or runs other graphs"
             if settings.rank not in ranks:
                 who = _vocabulary.format_ranks(ranks)
-                what_to_do = f"Look at the log of {who}: hung, slower, or running other graphs"
+                causes = "compiling since its last vote, hung, slower, or running other graphs"
+                what_to_do = f"Look at the log of {who}: {causes}"
+                if self._fingerprint in self._session.agreed:
+                    again = "most likely only this rank has compiled it again, and in COMPILE_STAGE only it votes again"
+                    what_to_do = f"This graph was agreed before: {again}. {what_to_do}"
             what_happened = f"rank {settings.rank}: {reason} (waited {waited_s:.1f} s)"
-            message = f"{what_happened}. {what_to_do}. A longer wait: {_rendezvous.TIMEOUT_VARIABLE}"
+            longer = f"{_rendezvous.TIMEOUT_VARIABLE}, or Handshake().set_timeout(seconds)"
+            message = f"{what_happened}. {what_to_do}. A longer wait: {longer}"
             if not settings.split_on_timeout:
                 split = f"to go on split instead: {_rendezvous.ON_TIMEOUT_VARIABLE}=split"
                 return HandshakeTimeoutError(f"{message}; {split}", **fields)
@@ -579,13 +620,15 @@ def submit_handshake_async(
     label: str | None = None,
 ) -> Ticket:
     """`submit_handshake` without the wait. See `Handshake.submit_async`."""
+    arguments = (executable_fingerprint, pg_to_num_collectives, graph_module_str)
     stage = HandshakeStage.DISPATCH_STAGE
-    gate = DispatchGate(executable_fingerprint, pg_to_num_collectives, graph_module_str, stage=stage, label=label)
-    if gate._remembered is None:
-        return gate._cast(partial)
-    ticket = Ticket(Handshake()._session, None, executable_fingerprint, graph_module_str, label)
-    ticket._answer = gate._remembered
-    return ticket
+    return DispatchGate(*arguments, stage=stage, partial=partial, label=label).vote_async()
+
+
+def _select_handshake_port(current_rank: int | None = None, coordinator_rank: int | None = None) -> int:
+    """The coordinator's port, on any rank. It is bound already: this opens the process's handshake."""
+    session = Handshake(current_rank, coordinator_rank)._session
+    return session.find(_rendezvous.Deadline(session.settings.timeout_s)).port
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -600,12 +643,16 @@ def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) ->
 
 
 class DispatchGate:
-    """A compiled executable's vote, for its `__call__`.
+    """A compiled executable's vote, for its `__call__`: compile first, then vote, then run.
 
-    OFF: always False, as without a handshake. COMPILE_STAGE: one vote, when the gate is made, remembered.
+    OFF: always False, as without a handshake. COMPILE_STAGE: one vote, when it is first asked, remembered.
     DISPATCH_STAGE: one vote at each dispatch, also after a split, so that every graph moves its lines and goes back
-    to fat as soon as the ranks agree again. A graph without collectives between ranks is always fat: there is
+    to fat as soon as the ranks agree again. A graph without collectives between ranks is fat in every stage: there is
     nothing to agree on.
+
+    So a graph that is never run, or failed to compile, takes no place on its lines. What fails between the vote and
+    the run must be told: `abandon`. A pickled gate has not voted where it is loaded, and takes the stage of that
+    process; a callable for the graph's text is left out.
     """
 
     def __init__(
@@ -614,47 +661,82 @@ class DispatchGate:
         pg_to_num_collectives: Mapping[Any, int],
         graph_module_str: GraphText = None,
         *,
-        stage: HandshakeStage | str | None = None,
+        stage: Any = None,
+        partial: bool = False,
         label: str | None = None,
     ) -> None:
-        """Votes in COMPILE_STAGE. See `submit_handshake` for the arguments and what is raised; `stage` is
-        that of the open handshake by default, as `should_handshake` takes it."""
-        self._fingerprint, self._text, self._label = executable_fingerprint, graph_module_str, label
-        self._digest = _vocabulary.fingerprint_digest(_vocabulary.usable_fingerprint(executable_fingerprint))
+        """See `submit_handshake` for the arguments, and `Handshake.submit_async` for `partial`. `stage` may be any
+        enum's member of that name; by default it is the open handshake's, as `should_handshake` takes it. Raises
+        HandshakeConfigError."""
+        self._fingerprint = _vocabulary.usable_fingerprint(executable_fingerprint)
+        self._digest = _vocabulary.fingerprint_digest(self._fingerprint)
+        self._text, self._label = graph_module_str, label
         self._collectives = _vocabulary.collectives_by_group(pg_to_num_collectives)
         self._sequences = getattr(pg_to_num_collectives, "sequences", {})
         self.stage = _stage_now() if stage is None else HandshakeStage.parse(stage, "stage")
+        self.partial = partial
         self._session: _Session | None = None  # in which it voted last; its groups are resolved once for each
         self._takes: list[tuple[_client.Line, int]] = []
         self._flags = 0
-        self._remembered: bool | None = None
-        if self.stage is HandshakeStage.OFF:
-            self._remembered = False
-        elif not has_collectives_between_ranks(self._collectives):
+        meets = has_collectives_between_ranks(self._collectives)
+        self._votes_each_time = meets and self.stage is HandshakeStage.DISPATCH_STAGE
+        self._lock = threading.Lock()  # where it votes once, it does so for all threads together
+        self._ticket: Ticket | None = None  # the answer, where there is no vote any more
+        if self.stage is HandshakeStage.OFF or not meets:
             # A collective whose group is not known counts on this rank alone (`_graph.count_collectives`).
-            self._remembered = not (self._collectives and executable_fingerprint.startswith("unhashable-"))
-        elif self.stage is HandshakeStage.COMPILE_STAGE:
-            self._remembered = self.vote()
+            is_unknown = bool(self._collectives) and self._fingerprint.startswith("unhashable-")
+            self._ticket = Ticket(None, None, self._fingerprint, None, None, not meets and not is_unknown)
 
-    def vote(self) -> bool:
-        """Whether this dispatch runs fat."""
-        return self._cast().result() if self._remembered is None else self._remembered
+    @property
+    def answer(self) -> bool | None:
+        """What `vote` returns without a vote, or None where it will vote."""
+        known = None if self._ticket is None else self._ticket._answer
+        return known if isinstance(known, bool) else None
 
-    def _cast(self, partial: bool = False) -> Ticket:
-        session = self._session
+    def vote(self, facts: str | bytes | None = None) -> bool:
+        """Whether this dispatch runs fat. `facts`, a short text or bytes, become part of the fingerprint of this vote:
+        what else must be equal on all ranks, such as which of several executables runs. In COMPILE_STAGE those of the
+        first call count. Raises as `Handshake.submit`, and HandshakeTypeError for other facts."""
+        return (self._cast(facts) if self._votes_each_time else self.vote_async(facts)).result()
+
+    def vote_async(self, facts: str | bytes | None = None) -> Ticket:
+        """`vote` without the wait. In COMPILE_STAGE it is the same ticket each time."""
+        if self._votes_each_time:
+            return self._cast(facts)
+        with self._lock:
+            session = self._session
+            if self._ticket is None or (self.answer is None and session is not None and session.closed):
+                self._ticket = self._cast(facts)
+            return self._ticket
+
+    def _cast(self, facts: str | bytes | None) -> Ticket:
+        digest, label, session = self._digest, self._label, self._session
+        if facts is not None:
+            digest = _vocabulary.digest_with_facts(digest, facts)
+            label = f"{label or 'graph'} with {facts!r}"
         if session is None or session.closed:
             session = Handshake()._session
             for group in [group for group, number in self._collectives.items() if number]:
                 _vocabulary.must_be_in_world(group.ranks, session.settings.world_size)
             self._takes = session.client.resolve(self._collectives)
             session.connected()
-            self._flags = session.flags(self._text, partial)
-            collectives = [self._sequences.get(line.group, ()) for line, _ in self._takes]
-            name = _vocabulary.graph_name(self._fingerprint, self._label)
-            session.client.declare(self._digest, name, collectives)
+            self._flags = session.flags(self._text, self.partial)
             self._session = session
-        pending = session.client.vote(self._takes, self._digest, self._flags)
-        return Ticket(session, pending, self._fingerprint, self._text, self._label)
+        if digest not in session.client.declared:
+            collectives = [self._sequences.get(line.group, ()) for line, _ in self._takes]
+            session.client.declare(digest, _vocabulary.graph_name(self._fingerprint, label), collectives)
+        pending = session.client.vote(self._takes, digest, self._flags)
+        return Ticket(session, pending, self._fingerprint, self._text, label)
+
+    def abandon(self, reason: str) -> None:
+        """`Handshake.abandon`, if there was a vote."""
+        if self._session is not None:
+            self._session.break_off(reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = self._text if isinstance(self._text, str) else None
+        state = {"partial": self.partial, "_label": self._label, "_sequences": self._sequences}
+        return DispatchGate, (self._fingerprint, self._collectives, text), state
 
 
 # ---------------------------------------------------------------------- the end of the process, and forks

@@ -6,12 +6,11 @@
 What a compiler has to do, and where it is done here:
 
 1. Work on AOTAutograd's graphs, which show all collectives: `Backend`.
-2. Count a graph's collectives, take its fingerprint, and vote: `Executable`. In COMPILE_STAGE it votes once, when the
-   graph is compiled *or loaded from a compile cache*, so that no rank waits for one whose cache is warm; in
-   DISPATCH_STAGE at each dispatch.
-3. Run by the verdict: the whole graph in one executable; each collective in one of its own; or, by a plan, one for
-   each part that diverging graphs have in common. Each is compiled once it is needed, and kept. Should that fail, the
-   other ranks run what was agreed on all the same: this one raises, and has to end.
+2. Count a graph's collectives, take its fingerprint, and make its gate: `Executable`. A graph that comes from a compile
+   cache gets one too, so that no rank waits for one whose cache is warm.
+3. Compile, then vote, then run, in this order: a graph that fails to compile, or is never run, has no vote. `Programs`
+   compiles the whole graph; once it is needed, each collective in an executable of its own, or, by a plan, one for each
+   part that diverging graphs have in common; and keeps them all. Should that fail, it tells the other ranks.
 4. Keep the graph as it was voted on, for the report and the plan: an inner compiler that changes graphs gets a copy.
 """
 
@@ -36,20 +35,11 @@ from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from _graph import count_collectives, graph_fingerprint, graph_record
-from _graph_plan import OwnGraph, Plan, agree_on_plan, split_skinny
-from handshake import (
-    DispatchGate,
-    HandshakeConfigError,
-    HandshakeStage,
-    Ticket,
-    has_collectives_between_ranks,
-    submit_handshake_async,
-)
+from _graph_plan import Program, Programs
+from handshake import DispatchGate, HandshakeConfigError, HandshakeStage
 
 # A compiled graph takes its arguments in one list.
 Compiled = Callable[[list[Any]], Any]
-# What a vote ends in. True: the whole graph fat. False: all of it skinny.
-Verdict = bool | Plan
 
 
 def make_backend(
@@ -89,7 +79,7 @@ class Backend:
         self.groups = groups
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(("graphs", "handshakes", "fat", "split", "partial"), 0)
-        self._segments: list[int] = []
+        self._programs: dict[Program, int] = {}  # that have run
 
     def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiler: Any = functools.partial(Executable, self)
@@ -106,18 +96,23 @@ class Backend:
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             return compile_graph(graph_module, example_inputs)
 
-    def count(self, *names: str, segments: int | None = None) -> None:
+    def count_graph(self) -> None:
         with self._lock:
-            for name in names:
-                self._counters[name] += 1
-            if segments is not None:
-                self._segments.append(segments)
+            self._counters["graphs"] += 1
+
+    def count_run(self, program: Program, has_voted: bool) -> None:
+        with self._lock:
+            if has_voted:
+                self._counters["handshakes"] += 1
+                self._counters["split" if program.kind == "skinny" else program.kind] += 1
+            if program not in self._programs:
+                self._programs[program] = program.num_segments
 
     def report(self) -> dict[str, Any]:
         """What has happened: `graphs` with collectives, compiled or loaded; `handshakes` that ended, each `fat`,
-        `split` (skinny) or `partial` (a plan); `segments`, the number of parts of each program compiled so far."""
+        `split` (skinny) or `partial` (a plan); `segments`, the number of parts of each program that has run."""
         with self._lock:
-            return {**self._counters, "segments": list(self._segments)}
+            return {**self._counters, "segments": list(self._programs.values())}
 
 
 class _Loading(threading.local):
@@ -130,100 +125,34 @@ _loading = _Loading()
 
 
 class Executable(OutputCode):
-    """One graph: its votes, and the programs made of it so far."""
+    """One graph, which votes when it is run."""
 
     def __init__(self, backend: Backend, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         super().__init__()
         self._boxed_call = True
         self._graph_module: torch.fx.GraphModule | None = graph_module
         self._serialized = b""
-        self._join(backend, graph_module)
-        if self._verdict is not None:
-            self._program(self._verdict)
-        elif any(isinstance(value, torch.SymInt) for value in example_inputs):
-            # Dynamo takes guards on sizes only now; Inductor may have some.
-            self._program(True)
-            self._program(False)
+        # Dynamo takes guards on sizes only now; Inductor may have some.
+        self._join(backend, graph_module, any(isinstance(value, torch.SymInt) for value in example_inputs))
 
-    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule) -> None:
-        """From here on this rank answers for the graph."""
-        self._backend = backend
-        self._lock = threading.Lock()
-        self._programs: dict[bool, Compiled] = {}
-        self._ticket: Ticket | None = None
-        self._gate: DispatchGate | None = None
-        self._collectives = count_collectives(graph_module)
-        if self._collectives:
-            backend.count("graphs")
-        between_ranks = has_collectives_between_ranks(self._collectives)
-        if backend.stage is HandshakeStage.OFF or not between_ranks:
-            # Without a vote, collectives are skinny, also those whose groups only another library knows.
-            is_known = not self._collectives or not graph_fingerprint(graph_module).startswith("unhashable")
-            self._verdict: Verdict | None = not between_ranks and is_known
-            return
-        self._verdict = None
-        self._fingerprint = graph_fingerprint(graph_module, backend.groups)
-        self._text = functools.partial(graph_record, graph_module)  # called only if a split is to be explained
-        self._own: OwnGraph | None = None
-        if backend.partial and not self._fingerprint.startswith("unhashable"):
-            self._own = OwnGraph(graph_module, backend.groups)
-        if backend.stage is HandshakeStage.COMPILE_STAGE:
-            # Not waited for before the first run: a backward graph with dynamic shapes, or from torch's cache, is here
-            # before the forward one has run, and other ranks may vote on it only after they ran that with this one.
-            self._ticket = self._cast()
-        elif self._own is None:
-            self._gate = DispatchGate(self._fingerprint, self._collectives, self._text, stage=backend.stage)
-
-    def _cast(self) -> Ticket:
-        partial = self._own is not None
-        return submit_handshake_async(self._fingerprint, self._collectives, self._text, partial=partial)
-
-    def _settle(self, ticket: Ticket) -> Verdict:
-        """Waits for the verdict; after a split the ranks look for a plan, if all of them are able to."""
-        if ticket.result():
-            return True
-        if ticket.exchange is None or self._own is None:
-            return False
-        return agree_on_plan(ticket.exchange, self._own) or False
-
-    def _decide(self) -> Verdict:
-        if self._verdict is not None:
-            return self._verdict
-        verdict = self._gate.vote() if self._gate is not None else self._settle(self._ticket or self._cast())
-        if self._backend.stage is HandshakeStage.COMPILE_STAGE:
-            self._verdict = verdict
-        self._backend.count("handshakes", "partial" if isinstance(verdict, Plan) else "fat" if verdict else "split")
-        return verdict
-
-    def _program(self, verdict: Verdict) -> Compiled:
-        if isinstance(verdict, Plan):
-            compiled: Compiled = verdict.compiled or self._compile(verdict)
-            verdict.compiled = compiled
-            return compiled
-        if verdict not in self._programs:
-            self._programs[verdict] = self._compile(verdict)
-        return self._programs[verdict]
+    def _join(self, backend: Backend, graph_module: torch.fx.GraphModule, split_too: bool = False) -> None:
+        """Compiles the graph, and prepares its votes."""
+        collectives = count_collectives(graph_module)
+        fingerprint = graph_fingerprint(graph_module, backend.groups)
+        record = functools.partial(graph_record, graph_module)  # called only if a split is to be explained
+        gate = DispatchGate(fingerprint, collectives, record, stage=backend.stage, partial=backend.partial)
+        fake_mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
+        compile_graph = functools.partial(backend.inner.compile, fake_mode=fake_mode)
+        self._programs = Programs(graph_module, gate, compile_graph, groups=backend.groups, split_too=split_too)
+        self._backend, self._gate = backend, gate
+        if collectives:
+            backend.count_graph()
 
     def __call__(self, inputs: Any) -> Any:
-        with self._lock:
-            program = self._program(self._decide())
-        return program(inputs)
-
-    def _compile(self, verdict: Verdict) -> Compiled:
-        graph_module = self._graph_module
-        assert graph_module is not None
-        fake_mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
-        compile_inner = self._backend.inner.compile
-        if verdict is True:
-            self._backend.count(segments=1)
-            return compile_inner(graph_module, fake_mode)
-        split = verdict.program if isinstance(verdict, Plan) else split_skinny(graph_module)
-        names = [str(node.target) for node in split.graph.find_nodes(op="call_module")]
-        segments: list[Any] = [split.get_submodule(name) for name in names]
-        for name, compiled in zip(names, [compile_inner(segment, fake_mode) for segment in segments], strict=True):
-            split.set_submodule(name, _Segment(compiled))
-        self._backend.count(segments=len(names))
-        return lambda inputs: split(*inputs)
+        votes = self._gate.answer is None
+        program = self._programs.agreed()
+        self._backend.count_run(program, votes)
+        return program.run(inputs)
 
     # What torch's compile cache calls: before it writes a copy of this, and after it has read one.
 
@@ -240,15 +169,6 @@ class Executable(OutputCode):
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Nothing of this is bundled."""
-
-
-class _Segment(torch.nn.Module):
-    def __init__(self, compiled: Compiled) -> None:
-        super().__init__()
-        self.compiled = compiled
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.compiled(list(arguments))
 
 
 # ---------------------------------------------------------------------- inner compilers

@@ -59,14 +59,19 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class NotesCollectives(Inner):
-    """Runs each segment as it is, and notes how many collectives it has."""
+    """Runs each segment as it is, and notes how many collectives it has. Each runs once here."""
 
     def __init__(self) -> None:
         self.collectives_of_segments: list[int] = []
 
     def compile(self, graph_module: torch.fx.GraphModule, fake_mode: Any) -> Compiled:
-        self.collectives_of_segments.append(sum(count_collectives(graph_module).values()))
-        return super().compile(graph_module, fake_mode)
+        run, collectives = super().compile(graph_module, fake_mode), sum(count_collectives(graph_module).values())
+
+        def run_and_note(inputs: list[Any]) -> Any:
+            self.collectives_of_segments.append(collectives)
+            return run(inputs)
+
+        return run_and_note
 
 
 class Run(NamedTuple):

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 sys.path[:0] = [str(PROJECT), str(PROJECT / "examples")]
-from handshake_backend import make_backend  # noqa: E402
+from handshake_backend import Inner, make_backend  # noqa: E402
 
 handshake = load("handshake")
 _graph = load("_graph")
@@ -429,6 +429,26 @@ def dynamic_shapes_and_a_graph_break_on_one_rank():
 
     seen = Compiled(function, dynamic=True)(torch.ones(4 + rank, 3))
     expect(seen.verdicts, (0, 4 if rank == 1 else 2))
+
+
+def backward_that_fails_to_compile_at_first_on_one_rank():
+    """Where sizes are dynamic, torch compiles it ahead of its first run, suppresses what that raises, and compiles it
+    again when it is needed. Only that one votes."""
+
+    class FailsOnce(Inner):
+        has_failed = rank != 1
+
+        def compile(self, graph_module, fake_mode):
+            if "tangents" in str(graph_module.graph) and not FailsOnce.has_failed:
+                FailsOnce.has_failed = True
+                raise OSError("main.so: file too short")  # another rank still writes it
+            return super().compile(graph_module, fake_mode)
+
+    call = Compiled(sizes_summed, dynamic=True)
+    call.backend.inner = FailsOnce()
+    expect(call(torch.ones(4 + rank, 3)).verdicts, FAT.verdicts)
+    expect(FailsOnce.has_failed, True)
+    expect(call(torch.ones(4 + rank, 3)).verdicts, again(FAT).verdicts)
 
 
 def uneven_last_batch_on_one_rank():

@@ -43,6 +43,7 @@ IN_BOTH_STAGES = [
     "distributed_tensors_on_a_mesh_of_two_by_two",
     "dynamic_shapes",
     "dynamic_shapes_and_a_graph_break_on_one_rank",
+    "backward_that_fails_to_compile_at_first_on_one_rank",
     "two_threads_compile_at_once",
     "cache_that_is_warm_on_one_rank",
 ]

@@ -2,8 +2,10 @@
 """The public face: what a compiler calls, how it is configured, and what it says when that can't work."""
 
 import contextlib
+import functools
 import logging
 import os
+import pickle
 import queue
 import socket
 import threading
@@ -431,6 +433,7 @@ def test_timeout_raises_with_the_facts():
             text = str(error)
             assert f"rank {rank}: gave up waiting for rank 1 at [0, 2) on ranks 0-2" in text
             assert variable("TIMEOUT_S") in text and variable("ON_TIMEOUT") in text
+            assert "Look at the log of rank 1: compiling since its last vote, hung, slower" in text
             assert (error.ranks, error.group, error.span) == ((1,), WORLD, (0, 2))
             assert error.seconds > 0
         [error] = vote_at_once(one)
@@ -723,7 +726,6 @@ def test_eager_collectives_are_recorded_without_a_session_and_start_none(monkeyp
     ("fingerprint", "counted"),
     [
         ("", {PAIR: 1}),
-        ("x" * 5000, {PAIR: 1}),
         ("same", {PAIR: -1}),
         ("same", {PAIR: 1, (1, 2): 1}),
         ("same", {PAIR: 1, (0, 5): 1}),
@@ -751,12 +753,12 @@ def test_threads_that_call_submit_handshake_are_counted_one_by_one():
 @pytest.mark.parametrize(
     ("stage", "of_others", "expected"),
     [
-        ("COMPILE_STAGE", ["usual"] * 2, [True, True, False, False, True]),  # as was agreed when each was made
+        ("COMPILE_STAGE", ["usual"] * 2, [True, True, False, False, True]),  # as was agreed when each was first asked
         ("DISPATCH_STAGE", ["usual"] * 5, [True, True, False, False, True]),
         ("DISPATCH_STAGE", ["usual", "usual", "odd", "usual", "odd"], [True, True, True, False, False]),
     ],
 )
-def test_a_gate_votes_when_it_is_made_or_at_each_dispatch(stage, of_others, expected):
+def test_a_gate_votes_when_it_is_first_asked_or_at_each_dispatch(stage, of_others, expected):
     """Fat, split while the ranks differ, and fat again."""
 
     def mine():
@@ -779,7 +781,7 @@ def test_what_a_gate_is_made_of_is_checked_in_every_stage(stage, wrong):
 
 def test_a_graph_with_a_collective_whose_group_is_not_known_is_never_fat():
     own = {Group((0,)): 1}
-    for stage in ("COMPILE_STAGE", "DISPATCH_STAGE"):
+    for stage in ("OFF", "COMPILE_STAGE", "DISPATCH_STAGE"):
         assert not handshake.DispatchGate("unhashable-01", own, stage=stage).vote()
         assert handshake.DispatchGate("unhashable-01", {}, stage=stage).vote()
         assert handshake.DispatchGate("01", own, stage=stage).vote()
@@ -790,12 +792,146 @@ def test_a_graph_with_a_collective_whose_group_is_not_known_is_never_fat():
 
 def test_dispatch_gate_off_or_with_nothing_to_agree_on_starts_nothing():
     session = handshake._session  # none, or one of an earlier test, closed
-    assert handshake.DispatchGate("same", {Group(PAIR): 1}).vote() is False
-    assert handshake.DispatchGate("same", {Group(PAIR): 1}, stage="OFF").vote() is False
-    for stage in ("COMPILE_STAGE", handshake.HandshakeStage.DISPATCH_STAGE):
+    for stage in (None, "OFF"):
+        off = handshake.DispatchGate("same", {Group(PAIR): 1}, stage=stage)
+        assert off.vote() is off.vote_async().result() is off.answer is False
+    for stage in ("OFF", "COMPILE_STAGE", handshake.HandshakeStage.DISPATCH_STAGE):
         for counted in ({}, {Group(PAIR): 0}, {Group((0,)): 3}):
-            assert handshake.DispatchGate("same", counted, stage=stage).vote() is True
+            gate = handshake.DispatchGate("same", counted, stage=stage)
+            assert gate.vote() is gate.vote_async().result() is gate.answer is True
+    gate.abandon("nothing was agreed")
     assert handshake._session is session
+
+
+def test_a_graph_that_is_never_run_takes_no_place_and_ranks_may_compile_in_other_orders():
+    """In COMPILE_STAGE, where a gate votes once."""
+
+    def gates(names):
+        return {name: handshake.DispatchGate(name, {Group(PAIR): 1}) for name in names}
+
+    with two_ranks(stage="COMPILE_STAGE") as (zero, one):
+        mine = gates(["backward", "compiled and never run", "forward"])
+        runs = ["forward", "backward", "forward", "backward"]
+        found, _ = together(lambda: [mine[name].vote() for name in runs], lambda: vote_in_turn(one, *runs[:2]))
+        assert found == [True] * 4
+        assert [mine[name].answer for name in mine] == [True, None, True]
+        assert zero.stats()["handshakes"] == 2
+
+
+def test_threads_that_ask_a_gate_at_once_vote_once_in_the_compile_stage():
+    with two_ranks(stage="COMPILE_STAGE") as (zero, one):
+        gate = handshake.DispatchGate("same", {Group(PAIR): 1})
+        *found, theirs = together(*[gate.vote] * 5, lambda: vote_in_turn(one, "same"))
+        assert found == [True] * 5 and theirs == [True]
+        assert zero.stats()["handshakes"] == 1
+
+
+def test_what_was_not_answered_is_not_voted_on_again_in_the_compile_stage():
+    with two_ranks(stage="COMPILE_STAGE", timeout_s=0.2) as (zero, _):
+        gate = handshake.DispatchGate("same", {Group(PAIR): 1})
+        texts = [error_of(gate.vote) for _ in range(2)]
+        assert texts[0] == texts[1] and gate.answer is None
+        assert "This graph was agreed before" not in texts[0]
+        assert zero.stats()["handshakes"] == 1
+    with two_ranks(stage="COMPILE_STAGE") as (_, one):  # all start anew
+        assert together(gate.vote, lambda: vote_in_turn(one, "same")) == [True, [True]]
+
+
+def test_a_rank_that_alone_compiles_again_is_told_that_this_was_agreed_before():
+    with two_ranks(stage="COMPILE_STAGE", timeout_s=1.0) as (_, one):
+        first = handshake.DispatchGate("same", {Group(PAIR): 1})
+        assert together(first.vote, lambda: vote_in_turn(one, "same")) == [True, [True]]
+        text = error_of(handshake.DispatchGate("same", {Group(PAIR): 1}).vote)
+        assert "This graph was agreed before: most likely only this rank has compiled it again" in text
+
+
+def test_facts_of_a_dispatch_are_part_of_its_fingerprint(caplog):
+    with two_ranks(stage="DISPATCH_STAGE") as (_, one):
+        mine, theirs = (handshake.DispatchGate("graph", {Group(PAIR): 1}) for _ in range(2))
+        theirs._session = one._session  # rank 1's
+        theirs._takes = one._session.client.resolve({_vocabulary.ProcessGroupId(PAIR): 1})
+        one._session.connected()
+        sides = [(None, None), ("8", "8"), ("8", "9"), ("8", None), (b"8", "8"), (None, None), ("", "")]
+        found = together(
+            lambda: [mine.vote(facts) for facts, _ in sides], lambda: [theirs.vote(facts) for _, facts in sides]
+        )
+        assert found == [[True, True, False, False, True, True, True]] * 2
+        [text] = messages(caplog, "rank 0 runs graph \"graph with '8'\" (graph) split", "\"graph with '9'\" (graph)")
+        assert "\"graph with '8'\" (graph) on rank 0" in text
+        with pytest.raises(_vocabulary.HandshakeTypeError):
+            mine.vote(8)
+        assert together(mine.vote, theirs.vote) == [True, True], "what can't be facts was not counted"
+
+
+def test_a_gate_is_loaded_from_a_compile_cache():
+    gates = [
+        handshake.DispatchGate("graph", {Group(PAIR): 1}, lambda: "the graph", stage="OFF"),
+        handshake.DispatchGate("x" * 5000, {Group(PAIR): 1}, "the graph", stage="DISPATCH_STAGE", partial=True),
+    ]
+    with two_ranks(stage="COMPILE_STAGE") as (_, one):
+        loaded = [pickle.loads(pickle.dumps(gate)) for gate in gates]
+        assert [gate.stage.name for gate in loaded] == ["COMPILE_STAGE"] * 2, "that of the process"
+        assert [(gate._text, gate.partial) for gate in loaded] == [(None, False), ("the graph", True)]
+        found = together(lambda: [gate.vote() for gate in loaded], lambda: vote_in_turn(one, "graph", "x" * 5000))
+        assert found == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("of_coordinator", [True, False])
+def test_a_rank_that_can_not_run_what_was_agreed_tells_the_others_why(of_coordinator, caplog):
+    with two_ranks(stage="DISPATCH_STAGE", world_size=3) as (zero, one):
+        with open_rank(2, world_size=3, port=zero.address[1], host="127.0.0.1", stage="DISPATCH_STAGE") as two:
+            gate = handshake.DispatchGate("same", {Group(PAIR): 1})
+            assert together(gate.vote, lambda: vote_in_turn(one, "same")) == [True, [True]]
+            for h in (one, two):
+                h._session.connected()
+            left, other = (zero, one) if of_coordinator else (one, zero)
+            (gate if of_coordinator else one).abandon("OSError: main.so: file too short")
+            (gate if of_coordinator else one).abandon("OSError: main.so: file too short")
+            reason = "it can't run what was agreed: OSError: main.so: file too short"
+            for ranks in (PAIR, WORLD):
+                with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+                    other.submit(request(other.rank, (ranks, 1, 1)))
+                assert error.value.ranks == (left.rank,)
+                assert f"rank {left.rank} (" in str(error.value) and reason in str(error.value)
+            assert reason in error_of(lambda: left.submit(request(left.rank, (PAIR, 1, 1))))
+            among = (other.rank, two.rank)
+            assert submit_all([other, two], (among, 0, 1)) == [True, True], "they don't need it"
+            zero.close()
+            assert (reason in error_of(lambda: two.submit(request(2, (among, 1, 1))))) == of_coordinator
+    assert len(messages(caplog, f"rank {left.rank} tells the others that {reason}")) == 1
+
+
+def test_a_timeout_can_be_changed_at_run_time():
+    with two_ranks(timeout_s=10 * PATIENCE_S) as (zero, one):
+        waiting = zero.submit_async(request(0, (PAIR, 0, 1)))
+        for h in (zero, one):
+            h.set_timeout(0.2)
+        assert zero._session.wait_s < PATIENCE_S
+        text = error_of(lambda: zero.submit(request(0, (PAIR, 1, 1))))
+        assert "gave up waiting for rank 1 at [1, 2)" in text and "set_timeout(seconds)" in text
+        assert one.submit(request(1, (PAIR, 0, 1))) is True and waiting.result() is True, "that was cast before"
+        for wrong in (0, -1, "soon", float("inf")):
+            with pytest.raises(_vocabulary.HandshakeConfigError, match="seconds="):
+                zero.set_timeout(wrong)
+
+
+def test_the_port_of_the_coordinator(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable("PORT"), "0")
+    port = handshake._select_handshake_port(0, 0)
+    assert port == handshake._select_handshake_port() == handshake.Handshake().address[1] > 0
+
+
+def test_all_that_a_process_has_can_be_reset():
+    """As the tests of torch_tpu do it on every rank."""
+    for _ in range(2):
+        with two_ranks() as (_, one):
+            vote = functools.partial(handshake.submit_handshake, "a", {Group(PAIR): 1})
+            assert together(vote, lambda: vote_in_turn(one, "a")) == [True, [True]]
+            handshake.Handshake._reset_instances()
+            handshake.record_eager_collectives(Group(PAIR), 5)
+        handshake.Handshake._reset_instances()
 
 
 # ---------------------------------------------------------------------- plans and graphs

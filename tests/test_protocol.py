@@ -38,6 +38,7 @@ MESSAGES = {
     "detail": _protocol.Detail(9, {"reason": "lost: ü", "ranks": [[0, 3, 2]], "group": None, "span": [7, 9]}),
     "notice": _protocol.Notice("waiting for rank 1"),
     "program": _protocol.Program(DIGEST, b'{"name":"layer 3","collectives":[["all_reduce sum float32 8"]]}'),
+    "wait": _protocol.Wait(0.5),
     "extra": _protocol.Extra(_protocol.PLANS, 9, 3, b"\x00\xff"),
     "extra without a payload": _protocol.Extra(_protocol.REPORTS, 9, 255, b""),
 }

@@ -2,6 +2,7 @@
 """Groups, counts, requests, stages and errors."""
 
 import copy
+import enum
 import importlib.util
 import json
 import pickle
@@ -63,7 +64,7 @@ NOT_WHOLE = [True, False, 1.0, 1.5, "1", b"1", None, float("nan"), 1j, [1]]
         (_vocabulary.HandshakePeerLostError, ConnectionError),
         (_vocabulary.HandshakeConfigError, ValueError),
         (_vocabulary.HandshakeTypeError, TypeError),
-        (_vocabulary.HandshakeProtocolError, RuntimeError),
+        (_vocabulary.HandshakeProtocolError, ValueError),
     ],
 )
 def test_errors_can_be_caught_as_what_they_are_and_keep_their_fields_on_the_way_to_another_process(error, also) -> None:
@@ -134,6 +135,8 @@ def test_a_stage_that_is_not_valid_names_the_variable_and_the_choices(variables,
 def test_a_stage_is_taken_as_it_is() -> None:
     for stage in _vocabulary.HandshakeStage:
         assert _vocabulary.HandshakeStage.parse(stage, "stage") is stage
+    theirs = enum.Enum("HandshakeStage", {"DISPATCH_STAGE": 2})  # as another package has it
+    assert _vocabulary.HandshakeStage.parse(theirs.DISPATCH_STAGE, "stage").name == "DISPATCH_STAGE"
     with pytest.raises(_vocabulary.HandshakeConfigError, match=r"^stage=5 is not a valid stage"):
         _vocabulary.HandshakeStage.parse(5, "stage")
 
@@ -367,6 +370,17 @@ def test_what_calls_something_else_its_ranks_is_not_a_group(ranks) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def test_a_count_moves_on_in_place() -> None:
+    count = Count(0, 2)
+    count.increment_num_collectives_in_graph(3)
+    assert count == Count(2, 3)
+    count.increment_num_collectives_in_graph(0)
+    assert count == Count(5, 0)
+    with pytest.raises(_vocabulary.HandshakeConfigError):
+        count.increment_num_collectives_in_graph(-1)
+    assert count == Count(5, 0)
+
+
 def test_a_count_is_a_span() -> None:
     assert Count(2, 3).end == 5
     assert Count(2, 0).end == 2
@@ -576,6 +590,16 @@ def test_participating_ranks_are_those_that_the_graph_meets() -> None:
         assert request.participating_ranks == ranks
 
 
+def test_a_long_fingerprint_stands_for_itself_by_its_digest() -> None:
+    """As a graph's text may be given in its fingerprint's place."""
+    text = "x" * 10_000_000
+    request, same, other = (Request(Counts({WORLD: Count(0, 1)}), each, 0) for each in (text, text, text + "y"))
+    assert request.executable_fingerprint == same.executable_fingerprint != other.executable_fingerprint
+    assert len(request.to_bytes()) < 1000
+    digests = [_vocabulary.fingerprint_digest(each.executable_fingerprint) for each in (request, other)]
+    assert digests[0] == _vocabulary.fingerprint_digest(text) != digests[1]
+
+
 def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
     request = Request({ForeignGroup((0, 2)): Count(0, 1)}, "A", 2)
     assert request.pg_collective_counts == Counts({EVEN: Count(0, 1)})
@@ -584,10 +608,9 @@ def test_a_request_takes_a_plain_mapping_of_foreign_groups() -> None:
 @pytest.mark.parametrize(
     ("counts", "fingerprint", "rank", "said"),
     [
-        ({WORLD: Count(0, 1)}, "", 0, "1 to 1024 characters"),
+        ({WORLD: Count(0, 1)}, "", 0, "a string that is not empty"),
         ({WORLD: Count(0, 1)}, None, 0, "executable_fingerprint"),
         ({WORLD: Count(0, 1)}, b"A" * 10_000, 0, "executable_fingerprint"),
-        ({WORLD: Count(0, 1)}, "x" * (_vocabulary.MAX_FINGERPRINT_CHARACTERS + 1), 0, "executable_fingerprint(text)"),
         ({WORLD: Count(0, 1)}, "A", -1, "rank"),
         ({WORLD: Count(0, 1)}, "A", "0", "rank"),
         ({WORLD: Count(0, 1)}, "A", 4, "not in"),
@@ -643,6 +666,18 @@ def test_bytes_that_are_not_a_response(data: bytes) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Fingerprints on the wire
 # ---------------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_part_of_a_digest() -> None:
+    digests = [_vocabulary.fingerprint_digest(fingerprint) for fingerprint in "ab"]
+    facts = ["", "bucket 8", b"bucket 9", "\udc80", "x" * 10_000]
+    found = {_vocabulary.digest_with_facts(digest, fact) for digest in digests for fact in facts}
+    assert len(found | {*digests}) == 2 * len(facts) + 2
+    assert {len(digest) for digest in found} == {_vocabulary.DIGEST_BYTES}
+    assert _vocabulary.digest_with_facts(digests[0], "8") == _vocabulary.digest_with_facts(digests[0], b"8")
+    for wrong in (8, ["8"], bytearray(b"8")):
+        with pytest.raises(_vocabulary.HandshakeTypeError, match="a short text or bytes"):
+            _vocabulary.digest_with_facts(digests[0], wrong)
 
 
 def test_a_fingerprint_in_hex_is_its_own_digest() -> None:

@@ -106,13 +106,20 @@ EXECUTABLE_SPLIT = '''
     """This graph split at its collectives, compiled when that is first needed."""
     with self._compiles_split:
       if self._split_executable is None:
-        self._split_executable = self.recompile_fn()
+        try:
+          self._split_executable = self.recompile_fn()
+          self._split_executable.resolve()
+        except BaseException as error:
+          self.gate.abandon(f"{type(error).__name__}: {error}")
+          raise
       return self._split_executable
 '''
 EXECUTABLE_CALL = '''
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    if self.gate is not None and not self.gate.vote():
-      return self._split()(*args, **kwargs)
+    if self.gate is not None:
+      self.resolve()  # it may still be compiling
+      if not self.gate.vote():
+        return self._split()(*args, **kwargs)
     if len(args) == 1 and isinstance(args[0], (list, tuple)):
       args = args[0]
     return self._split_gm(*args)
@@ -133,7 +140,7 @@ COMPILER_CALL = '''
       is_fwd: bool = True,
       module_name: str | None = None,
   ) -> _SplitCompiledExecutable:
-    """Compiles the graph whole if the ranks agree on it, else split."""
+    """Compiles the graph whole where ranks will vote on it, else split."""
     compile_graph = functools.partial(
         self._compile_graph, graph_module, example_inputs, is_fwd, module_name=module_name
     )
@@ -145,15 +152,11 @@ COMPILER_CALL = '''
       collectives = _graph.count_collectives(voted_on)
       if handshake.should_handshake(collectives):
         record = functools.partial(_graph.graph_record, voted_on)
-        gate = handshake.DispatchGate(_graph.graph_fingerprint(voted_on), collectives, record, stage=stage.name)
-    votes_at_dispatch = gate is not None and stage == tpu_torch_compile.HandshakeStage.DISPATCH_STAGE
-    if votes_at_dispatch:
-      split = False
-    elif gate is not None:
-      split = not gate.vote()
+        gate = handshake.DispatchGate(_graph.graph_fingerprint(voted_on), collectives, record, stage=stage)
+        split = False
     executable = compile_graph(materialize_collectives=split)
     executable.pg_to_num_collectives = collectives
-    if votes_at_dispatch:
+    if gate is not None:
       executable.gate = gate
       executable.recompile_fn = functools.partial(compile_graph, materialize_collectives=True)
     return executable
