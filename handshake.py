@@ -148,12 +148,12 @@ class _Session:
             self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             return self._connect_within
 
-    def find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
+    def find(self) -> _rendezvous.Endpoint:
         """Where the coordinator is (`_rendezvous.find_endpoint`); this rank's own is on this host."""
         if self.endpoint is not None:
             own = _rendezvous.loopback_address(self.settings.host)
             return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
-        return _rendezvous.find_endpoint(self.settings, deadline)
+        return _rendezvous.find_endpoint(self.settings)
 
     def publish(self) -> None:
         """Where the coordinator was started before the job had a store, in which the other ranks look now."""
