@@ -328,13 +328,14 @@ class Server:
         about = {"refused": refusal} if refusal else {**ours, "debug": folder if self._config.debug else None}
         said = _protocol.write_facts(about)
         proof = _protocol.proof(secret, str(ours.get("session")), nonces, "coordinator", said)
-        self._send(connection, _protocol.encode(_protocol.Answer(proof, said)))
+        answer = _protocol.encode(_protocol.Answer(proof, said))
         if refusal:
             text = f"a connection from {connection.peer} was refused: {refusal}"
             self._tell(text, "" if is_known else connection.peer)
             if is_in_world and rank not in self._of_rank:  # those who wait for this rank are told
                 who = connection.label if is_known else connection.peer
                 self._consensus.voter(rank).label = f"{who}, which was refused: {refusal}"
+            self._send(connection, answer)
             return refusal
         voter, timeout_s = self._consensus.voter(rank), facts.get("timeout_s")
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
@@ -343,6 +344,7 @@ class Server:
         connection.decoder.kinds, connection.decoder.world_size = _protocol.FROM_RANK, self._world_size
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
+        self._send(connection, answer)
         self._send_unread()
         return ""
 
