@@ -508,27 +508,23 @@ NOT_OURS = (
 )
 
 
-def connect(
-    client: Client, find_endpoint: "Callable[[], Endpoint]", facts: dict[str, Any], deadline: "Deadline"
-) -> None:
-    """Connects a client to the coordinator, looking for it until the deadline.
+def connect(client: Client, find: "Callable[[], Endpoint]", facts: dict[str, Any], deadline: "Deadline") -> None:
+    """Connects a client to the coordinator, looking for it until the deadline. `find` says where it is, or raises
+    LookupError while that is not known; `facts` are this rank's hello, but for the session, which the endpoint gives.
 
-    `find_endpoint` says where it is, or raises LookupError while that is not known; `facts` are this rank's hello, but
-    for the session, which the endpoint gives. Raises HandshakePeerLostError where it is not found, HandshakeError where
-    it refuses this rank. Whoever else is there does not end the search: an address may be that of an earlier attempt at
-    this job, or lead to another host than it should.
+    Raises HandshakePeerLostError where it is not found, HandshakeError where it refuses this rank. Whoever else is
+    there does not end the search: an address may be of an earlier attempt at this job, or lead to another host here.
     """
     search = _Search(client, facts)
     pause_s, notice_at = FIRST_RETRY_S, FIRST_NOTICE_S
-    while not search.round(find_endpoint, min(pause_s, deadline.remaining())):
+    while not search.round(find, min(pause_s, deadline.remaining())):
         tried = "; ".join(f"{where}: {what}" for where, what in search.happened.items())
         if not deadline.remaining():
-            raise HandshakePeerLostError(
-                f"rank {client.rank} found no handshake coordinator within {deadline.seconds:.1f} s: {tried}. Is its "
-                "rank up, has it made a Handshake(), and is it there (MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
-                ranks=[int(facts["coordinator_rank"])],
-                seconds=deadline.seconds,
-            )
+            text = f"rank {client.rank} found no handshake coordinator within {deadline.seconds:.1f} s: {tried}"
+            text += ". Is its rank up, has it made a Handshake(), and is it there (MASTER_ADDR, "
+            text += "TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?"
+            ranks = [int(facts["coordinator_rank"])]
+            raise HandshakePeerLostError(text, ranks=ranks, seconds=deadline.seconds)
         if deadline.seconds - deadline.remaining() >= notice_at:
             logger.warning("handshake: rank %d still looks for the coordinator: %s", client.rank, tried)
             notice_at *= NOTICE_FACTOR
@@ -545,10 +541,10 @@ class _Search:
         self._under_way: set[str] = set()
         self._changed = threading.Event()
 
-    def round(self, find_endpoint: "Callable[[], Endpoint]", pause_s: float) -> bool:
+    def round(self, find: "Callable[[], Endpoint]", pause_s: float) -> bool:
         """Tries all addresses that are not being tried yet, and pauses. Whether the client is connected."""
         try:
-            endpoint = find_endpoint()
+            endpoint = find()
         except LookupError as error:
             self.happened["the job's store"] = str(error)
             return self._is_done(pause_s)
