@@ -626,9 +626,10 @@ def submit_handshake_async(
 
 
 def _select_handshake_port(current_rank: int | None = None, coordinator_rank: int | None = None) -> int:
-    """The coordinator's port, on any rank. It is bound already: this opens the process's handshake."""
+    """The coordinator's port, on any rank. It is bound already: this opens the process's handshake, and connects."""
     session = Handshake(current_rank, coordinator_rank)._session
-    return session.find(_rendezvous.Deadline(session.settings.timeout_s)).port
+    session.connected()
+    return session.find().port
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
