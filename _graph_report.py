@@ -232,6 +232,7 @@ class Report:
         # Variants that differ from the reference in the same places, together; only the first's bodies are kept.
         self.alike: dict[Any, list[int]] = {}
         self._graph: Graph | None = None  # the reference's
+        self._cut: set[int] = set()  # variants whose text is cut off
         groups = [ranks for ranks, _ in context.groups]
         sizes: dict[int, str] = {}
         concerned: dict[str, list[int]] = {}  # variants, by what the report lacks of them
@@ -242,6 +243,7 @@ class Report:
                 concerned.setdefault(remark, []).append(number)
             if (graph := variant.graph) is None:
                 continue
+            self._cut |= {number} if graph.is_cut else set()
             sizes[number] = _graph_diff.describe_size(graph.body)
             groups += [ranks for ranks, _ in graph.groups.values()]
             if self._graph is None:
@@ -346,7 +348,8 @@ class Report:
             found.pop("inputs", None)  # what the rest takes
         if "order of collectives" in found:
             found.pop("group", None)  # in another order each rank's own groups may be meant
-        if same := [number for number, comparison in self.comparisons.items() if not comparison.differences]:
+        whole = self.comparisons.keys() - self._cut if self.reference not in self._cut else ()
+        if same := [number for number in whole if not self.comparisons[number].differences]:
             found["nothing differs"] = _ADVICE["nothing differs"].format(odd=self.ranks(same))
         return [*found.values()]
 

@@ -765,8 +765,8 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def main(arguments: list[str]) -> int:
     """`python handshake.py explain FILE FILE …`: what differs between graphs that were printed or logged."""
-    texts = _extra("_graph_text")
-    return 2 if texts is None else int(texts.main(arguments))
+    command = _extra("_graph_explain")
+    return 2 if command is None else int(command.main(arguments))
 
 
 if __name__ == "__main__":
