@@ -381,10 +381,11 @@ def _group(arguments: Sequence[Argument]) -> str | None:
 # --- Statements -------------------------------------------------------------------------------------------------------
 
 
-# What differs between processes that run the same program, but for the groups: the index of a device, in an annotation
-# or a string, or in a repr, and the address of an object.
+# What differs between processes that run the same program, but for the groups: the index of a device, in an annotation,
+# in a string where a device stands, or in a repr, and the address of an object.
 _DEVICES = ("cuda", "xpu", "xla", "tpu", "jax", "mps", "hpu", "npu", "cpu", "privateuseone")
-_INDEX = re.compile(":(?:" + "|".join(rf"(?<=['\]]{device}:)" for device in _DEVICES) + r")\d+(?=['\",)])")
+_INDEX = re.compile(":(?:" + "|".join(rf"(?<=\]{device}:)" for device in _DEVICES) + r")\d+(?=[\",)])")
+_AS_TEXT = re.compile(rf"(\bdevice ?= ?|\.to\()'({'|'.join(_DEVICES)})(?::\d+)?'")
 _IN_REPR = re.compile(r"(device\(type='\w+'), index=\d+(?=\))|(\b0x)[0-9a-fA-F]{6,}\b")
 # What torch appends to a statement: names that are not needed any more.
 _DELETION = re.compile(r";\s*(?:\w+ = )+None\s*")
@@ -417,7 +418,7 @@ class _Statement:
 
 def _without_indices(text: str) -> str:
     """A statement without what differs between processes that run the same program."""
-    text = _INDEX.sub("", text)
+    text = _AS_TEXT.sub(r"\1device(type='\2')", _INDEX.sub("", text))
     return _IN_REPR.sub(r"\1\2", text) if "index=" in text or "0x" in text else text
 
 

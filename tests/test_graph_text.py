@@ -140,7 +140,7 @@ def test_annotations(annotation, expected):
     [
         ("y = torch.ops.aten.view.default(x, [2, -1])", "torch.ops.aten.view.default", ["x", "2", "-1"]),
         ("y = x[(slice(None, 3, None), 0)]", "operator.getitem", ["x", "None", "3", "None", "0"]),
-        ("y = x.to('cuda:3', dtype = torch.float16)", ".to", ["x", "'cuda'", "torch.float16"]),
+        ("y = x.to('cuda:3', dtype = torch.float16)", ".to", ["x", "device(type='cuda')", "torch.float16"]),
         ("y = torch.zeros(2, device = device(type='cuda', index=3))", "torch.zeros", ["2", "device(type='cuda')"]),
         ("y = x.shape", ".shape", ["x"]),
         ("x += 3;  y = x", "operator.iadd", ["x", "3"]),
