@@ -540,11 +540,12 @@ def _frames(stack_trace: str) -> tuple[SourceLine | None, SourceLine | None]:
         function, code = (frame["function"] or "").strip(), (frame["code"] or "").strip()
         line = SourceLine(frame["file"], int(frame["line"]), function, code)
         innermost = innermost or line
-        if users is not None and not _INSTALLED_FILE.match(line.file):
+        is_torch = line.file.startswith(here) or _LIBRARY_FILE.match(line.file)
+        if users is None:
+            users = None if is_torch else line
+        elif not is_torch and not _INSTALLED_FILE.match(line.file):
             place = f"{line.file}:{line.line}"
             return innermost, users._replace(caller=f"{place} in {function}" if function else place)
-        if users is None and not (_LIBRARY_FILE.match(line.file) or line.file.startswith(here)):
-            users = line
     return innermost, users
 
 
@@ -1051,7 +1052,7 @@ def _origin(node: Any) -> dict[str, str]:
         stack = node.meta.get(key) or node.meta.get(f"fwd_{key}") or [("", "")]
         last.append([*(stack.values() if isinstance(stack, dict) else stack)][-1])
     called = last[1][1]
-    return {"module": _NO_PATH.sub("", last[0][0]), "origin": str(getattr(called, "__name__", called))}
+    return {"module": _NO_PATH.sub("", str(last[0][0])), "origin": str(getattr(called, "__name__", called))}
 
 
 def _text(value: Any) -> str:
