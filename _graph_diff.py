@@ -96,12 +96,12 @@ class Node(NamedTuple):
     note: str = ""  # a tensor subclass, placements
     source: Source | None = None  # the innermost frame
     user_source: Source | None = None  # the innermost frame outside torch
-    module: str = ""  # the path of the module of the model that it is in, such as `model.embed_tokens`
-    origin: str = ""  # what the program called there: a function, or a class of torch's modules
     group: str | None = None  # name of the process group of a collective or a point-to-point operation
     collective: bool = False  # whether it counts as a collective (`_graph.count_collectives`)
     constant: str | None = None  # of a get_attr, the value of a tensor constant
     mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
+    module: str = ""  # the path of the module of the model that it is in, such as `model.embed_tokens`
+    origin: str = ""  # what the program called there: a function, or a class of torch's modules
 
     @property
     def producers(self) -> list[int]:

@@ -190,7 +190,7 @@ _NUMBER_OPERATIONS = frozenset(
 )
 _BOUND_OPERATIONS = frozenset("ge gt le lt sub rsub clamp clamp_min clamp_max where masked_fill".split())
 _INSTALLED_FILE = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_DYNAMIC = r"\[[^\]]*\b[a-z]"  # sizes some of which are symbols
+_DYNAMIC = r"\[[^][]*\b[a-z]"  # sizes some of which are symbols
 
 
 def _constant_topic(difference: Difference) -> str:
