@@ -12,6 +12,8 @@ last one waits a moment for the one that fills it.
 
 import contextlib
 import dataclasses
+import functools
+import hmac
 import logging
 import os
 import socket
@@ -43,16 +45,18 @@ COORDINATOR_GRACE_S = 10.0  # the coordinator ends every wait at its timeout; so
 LOOK_UP_S = 1  # so often a thread that reads looks whether anybody has waited too long
 SEND_WITHIN_S = 10  # a coordinator that takes nothing for so long hangs, or its host does
 CLOSE_WITHIN_S = 1.0  # what the last bytes (a goodbye) may wait for another thread's
-FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5  # between two attempts to connect
-ATTEMPT_S = 5.0  # what one address may keep an attempt busy
+FIRST_RETRY_S, LAST_RETRY_S = 0.02, 1.0  # between two rounds of attempts to connect
+NEXT_ADDRESS_S = 0.25  # in a round, the next address is tried after so long, beside this one (RFC 8305)
+ATTEMPT_S = 5.0  # what an address has for a greeting, and then for its answer to a hello
+FIRST_NOTICE_S, NOTICE_FACTOR = 5.0, 6  # when the log is told that there is no coordinator yet, and how rarely then
 READ_BYTES = 65536
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Small messages go out at once; a host that vanishes without a word is noticed after idle + count * interval, half
-    a minute. What a listener accepts inherits it."""
+    """Small messages go out at once; a host that vanishes without a word is noticed within half a minute: after idle +
+    count * interval, or, with bytes under way, the timeout (in ms). What a listener accepts inherits it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
     for name in options.keys() & vars(socket):
         sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), options[name])
 
@@ -142,6 +146,7 @@ class Client:
         self._others_wait = 0
         self._quiet_at = 0.0  # when the last read began that found nothing
         self.is_connected = False
+        self._joining = threading.Lock()
         self._sock: Any = None  # once it is
         self._decoder = _protocol.Decoder(_protocol.FROM_COORDINATOR)
         self._failure: tuple[type[HandshakeError], str] | None = None
@@ -344,7 +349,7 @@ class Client:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._fail(f"the connection broke: {error.strerror or error}")
+            self._fail(_protocol.how_it_broke(error))
         except HandshakeProtocolError as error:
             self._fail(str(error), HandshakeProtocolError)
         if len(data) < READ_BYTES:
@@ -381,52 +386,46 @@ class Client:
 
     # ------------------------------------------------------------------ the connection
 
-    def join(
-        self, sock: socket.socket, address: Any, endpoint: "Endpoint", facts: dict[str, Any], deadline: "Deadline"
-    ) -> None:
-        """Connects a socket, says who this rank is, and goes on with it once the coordinator has let it in. Raises
-        OSError where nobody answers, HandshakeProtocolError where the wrong one does."""
-        where = f"{address[0]} port {address[1]}"
-        until = time.monotonic() + min(ATTEMPT_S, max(deadline.remaining(), 0.1))
-        sock.settimeout(until - time.monotonic())
-        sock.connect(address)
-        prepare_socket(sock)
+    def join(self, sock: socket.socket, endpoint: "Endpoint", facts: dict[str, Any]) -> None:
+        """Says who this rank is, and goes on with the socket once the coordinator has let it in. Each proves to the
+        other that it knows the job's secret. Raises HandshakeError where this rank is refused, or was closed; OSError
+        where nobody answers, or not this job's coordinator, whose words are shown nowhere."""
         decoder = _protocol.Decoder(frozenset({_protocol.GREETING}))
-        try:
-            greeting, *more = _answer(sock, decoder, until)
-            if more or not isinstance(greeting, _protocol.Greeting) or greeting.magic != _protocol.MAGIC:
-                raise HandshakeProtocolError(f"it began with {greeting!r}")
-        except HandshakeProtocolError as error:
-            raise HandshakeProtocolError(
-                f"what listens on {where} is not a handshake coordinator ({error}). Set "
-                f"TORCH_TPU_INTERNAL_HANDSHAKE_PORT to a free port, the same on all ranks"
-            ) from error
-        if greeting.version != _protocol.VERSION:
-            raise HandshakeProtocolError(
-                f"the coordinator on {where} speaks version {greeting.version} of the handshake protocol, rank "
-                f"{self.rank} version {_protocol.VERSION}: install the same release on all hosts"
-            )
+        (magic, version, coordinators_nonce, _), *more = _hear(sock, decoder)
+        if more or magic != _protocol.MAGIC:
+            raise ConnectionError(NOT_A_COORDINATOR)
+        if version != _protocol.VERSION:
+            versions = f"version {version} of the handshake protocol, rank {self.rank} version {_protocol.VERSION}"
+            raise ConnectionError(f"the coordinator there speaks {versions}: install the same release on all hosts")
+        nonce = os.urandom(_protocol.NONCE_BYTES)
         said = _protocol.write_facts({**facts, "session": endpoint.session})
-        proof = _protocol.proof(endpoint.secret.encode(), greeting.nonce, said)
-        sock.sendall(_protocol.encode(_protocol.Hello(proof, said)))
-        decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.WELCOME, _protocol.REFUSED}
-        welcome, *more = _answer(sock, decoder, until)
-        decoder.kinds = _protocol.FROM_COORDINATOR
-        if not isinstance(welcome, _protocol.Welcome):
-            reason = welcome.reason if isinstance(welcome, _protocol.Refused) else f"it answered {welcome!r}"
-            raise HandshakeProtocolError(f"rank {self.rank} was refused: {reason}", ranks=[self.rank])
-        with self.lock:
-            self._raise_failure()  # it was closed meanwhile
-            self.coordinator = welcome.facts
-            self._decoder = decoder
-            for message in more:
-                self._handle(message)
-            self._sock = socket.socket(fileno=sock.detach())
-            # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
-            self._sock.settimeout(None)
-            for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
-                self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
-            self.is_connected = True
+        prove = functools.partial(_protocol.proof, endpoint.secret, endpoint.session, coordinators_nonce + nonce)
+        with self._joining:  # several addresses may lead to the coordinator
+            if self._sock is not None:
+                return
+            sock.sendall(_protocol.encode(_protocol.Hello(nonce, prove("rank", said), said)))
+            decoder.kinds = _protocol.FROM_COORDINATOR | {_protocol.ANSWER}
+            answer, *more = _hear(sock, decoder)
+            decoder.kinds = _protocol.FROM_COORDINATOR
+            if not isinstance(answer, _protocol.Answer) or not hmac.compare_digest(
+                answer.proof, prove("coordinator", answer.facts)
+            ):
+                raise ConnectionError(NOT_OURS)
+            about = _protocol.read_facts(answer.facts)
+            if "refused" in about:
+                raise HandshakeProtocolError(f"rank {self.rank} was refused: {about['refused']}", ranks=[self.rank])
+            with self.lock:
+                self._raise_failure()  # it was closed meanwhile
+                self.coordinator = about
+                self._decoder = decoder
+                for message in more:
+                    self._handle(message)
+                self._sock = socket.socket(fileno=sock.detach())
+                # Timeouts of the kernel's: unlike `settimeout`, they cost no system call more.
+                self._sock.settimeout(None)
+                for option, seconds in ((socket.SO_RCVTIMEO, LOOK_UP_S), (socket.SO_SNDTIMEO, SEND_WITHIN_S)):
+                    self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, 0))
+                self.is_connected = True
 
     def send(self, data: bytes) -> None:
         """Sends a frame, and what is to go ahead of it. `lock` is held."""
@@ -442,8 +441,7 @@ class Client:
             with contextlib.suppress(_vocabulary.HandshakeTimeoutError):
                 self.wait(PendingVote(0), time.monotonic())
             stuck = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-            broken = f"the connection broke: {error.strerror or error}"
-            self._fail(stuck if isinstance(error, BlockingIOError) else broken)
+            self._fail(stuck if isinstance(error, BlockingIOError) else _protocol.how_it_broke(error))
             self._raise_failure()
         except BaseException:
             self._fail("a send was interrupted, and nobody knows how much of it has left")
@@ -503,61 +501,98 @@ def _too_many_groups(number: int) -> HandshakeConfigError:
 # ---------------------------------------------------------------------- finding the coordinator, and being let in
 
 
-def connect(
-    client: Client, find_endpoint: "Callable[[Deadline], Endpoint]", facts: dict[str, Any], deadline: "Deadline"
-) -> None:
-    """Connects a client to the coordinator, trying again until the deadline while it is still starting.
+NOT_A_COORDINATOR = "what listens there is not a coordinator; TORCH_TPU_INTERNAL_HANDSHAKE_PORT must be a free port"
+NOT_OURS = (
+    "the coordinator there is another job's, or the session or TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs: give each "
+    "job a TORCH_TPU_INTERNAL_HANDSHAKE_PORT of its own, and all its ranks the same secret"
+)
 
-    `find_endpoint` says where it is, and is asked anew for every attempt; `facts` are this rank's hello, but for the
-    session, which the endpoint gives. Raises HandshakePeerLostError where nobody was reached, HandshakeProtocolError
-    where what listens there is not a coordinator, speaks another version, or refuses this rank, and no other address of
-    the coordinator's is better.
+
+def connect(client: Client, find: "Callable[[], Endpoint]", facts: dict[str, Any], deadline: "Deadline") -> None:
+    """Connects a client to the coordinator, looking for it until the deadline. `find` says where it is, or raises
+    LookupError while that is not known; `facts` are this rank's hello, but for the session, which the endpoint gives.
+
+    Raises HandshakePeerLostError where it is not found, HandshakeError where it refuses this rank. Whoever else is
+    there does not end the search: an address may be of an earlier attempt at this job, or lead to another host here.
     """
-    retry_s = FIRST_RETRY_S
-    while True:
-        endpoint = find_endpoint(deadline)
-        failures: list[str] = []
-        refused: HandshakeProtocolError | None = None
-        for host in endpoint.hosts:
-            addresses: list[Any] = []
-            try:
-                addresses = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:
-                failures.append(f"{host}: {getattr(error, 'strerror', None) or error}")
-            for family, *_, address in addresses:
-                try:
-                    with socket.socket(family, socket.SOCK_STREAM) as sock:
-                        client.join(sock, address, endpoint, facts, deadline)
-                        return
-                except OSError as error:
-                    failures.append(f"{host} port {endpoint.port}: {error.strerror or error}")
-                except HandshakeProtocolError as error:
-                    refused = refused or error  # a stranger, perhaps; the coordinator may be at the next address
-        if refused is not None:
-            raise refused
+    search = _Search(client, facts)
+    pause_s, notice_at = FIRST_RETRY_S, FIRST_NOTICE_S
+    while not search.round(find, min(pause_s, deadline.remaining())):
+        tried = "; ".join(f"{where}: {what}" for where, what in search.happened.items())
         if not deadline.remaining():
-            raise HandshakePeerLostError(
-                f"rank {facts['rank']} found no handshake coordinator within {deadline.seconds:.1f} s: "
-                f"{'; '.join(failures)}. Is the coordinator rank up, has it made a Handshake(), and is it reachable by "
-                f"that address (MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?",
-                ranks=[int(facts["coordinator_rank"])],
-                seconds=deadline.seconds,
-            )
-        time.sleep(min(retry_s, deadline.remaining()))
-        retry_s = min(retry_s * 1.5, LAST_RETRY_S)
+            text = f"rank {client.rank} found no handshake coordinator within {deadline.seconds:.1f} s: {tried}"
+            text += ". Is its rank up, has it made a Handshake(), and is it there (MASTER_ADDR, "
+            text += "TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?"
+            ranks = [int(facts["coordinator_rank"])]
+            raise HandshakePeerLostError(text, ranks=ranks, seconds=deadline.seconds)
+        if deadline.seconds - deadline.remaining() >= notice_at:
+            logger.warning("handshake: rank %d still looks for the coordinator: %s", client.rank, tried)
+            notice_at *= NOTICE_FACTOR
+        pause_s = min(pause_s * 1.5, LAST_RETRY_S)
 
 
-def _answer(sock: socket.socket, decoder: _protocol.Decoder, until: float) -> list[_protocol.Message]:
-    """What comes next, one message or more."""
-    messages: list[_protocol.Message] = []
-    while not messages:
-        sock.settimeout(max(until - time.monotonic(), 0.001))
+class _Search:
+    """A rank's attempts at the addresses of its coordinator, side by side: each in a thread, which ends by itself."""
+
+    def __init__(self, client: Client, facts: dict[str, Any]) -> None:
+        self.happened: dict[str, str] = {}  # by address, the last that is known of it
+        self._client, self._facts = client, facts
+        self._failure: HandshakeError | None = None
+        self._under_way: set[str] = set()
+        self._changed = threading.Event()
+
+    def round(self, find: "Callable[[], Endpoint]", pause_s: float) -> bool:
+        """Tries all addresses that are not being tried yet, and pauses. Whether the client is connected."""
         try:
+            endpoint = find()
+        except LookupError as error:
+            self.happened["the job's store"] = str(error)
+            return self._is_done(pause_s)
+        for where, family, address in endpoint.addresses(self.happened):
+            if where not in self._under_way:
+                self._under_way.add(where)
+                self.happened.setdefault(where, "no answer")
+                threading.Thread(target=self._try, args=(where, family, address, endpoint), daemon=True).start()
+                if self._is_done(NEXT_ADDRESS_S):
+                    return True
+        return self._is_done(pause_s)
+
+    def _is_done(self, within_s: float) -> bool:
+        self._changed.wait(within_s)
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+        return self._client._sock is not None
+
+    def _try(self, where: str, family: int, address: Any, endpoint: "Endpoint") -> None:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                prepare_socket(sock)
+                sock.settimeout(ATTEMPT_S)
+                sock.connect(address)
+                self._client.join(sock, endpoint, self._facts)
+        except HandshakeError as error:
+            self._failure = error
+        except (OSError, ValueError, RecursionError) as error:  # also what is no JSON
+            self.happened[where] = getattr(error, "strerror", None) or str(error)
+        finally:
+            self._under_way.discard(where)
+            self._changed.set()
+
+
+def _hear(sock: socket.socket, decoder: _protocol.Decoder) -> list[Any]:
+    """What comes next, one message or more, from somebody who may be anybody. Raises OSError."""
+    messages: list[Any] = []
+    until = time.monotonic() + ATTEMPT_S
+    try:
+        while not messages:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
             data = sock.recv(READ_BYTES)
-        except TimeoutError:
-            text = "something listens there, and has said nothing: another program, or a coordinator that hangs"
-            raise TimeoutError(text) from None
-        if not data:
-            raise ConnectionResetError("it closed the connection")
-        messages += decoder.feed(data)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            messages += decoder.feed(data)
+    except TimeoutError:
+        raise TimeoutError("it says nothing: another program, or a coordinator that hangs") from None
+    except HandshakeProtocolError:
+        raise ConnectionError(NOT_A_COORDINATOR) from None
     return messages

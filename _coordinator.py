@@ -56,8 +56,8 @@ MAX_MESSAGES = 256  # for the coordinator rank's log, each once; strangers can c
 FACTS_THAT_MUST_AGREE = {
     "world_size": "Start all ranks with the same world size",
     "session": (
-        "It is made of TORCHELASTIC_RUN_ID and MASTER_PORT: these differ within the job, or the coordinator of another "
-        "job is on this host and port; give each job a TORCH_TPU_INTERNAL_HANDSHAKE_PORT of its own"
+        "It is made of the user, TORCHELASTIC_RUN_ID, MASTER_PORT and the scheduler's job id: these differ within the "
+        "job, or another job's coordinator has this port; give each job a TORCH_TPU_INTERNAL_HANDSHAKE_PORT of its own"
     ),
     "stage": "Set TORCH_TPU_INTERNAL_HANDSHAKE_STAGE to the same on all ranks",
     "groups": "Set TORCH_TPU_INTERNAL_HANDSHAKE_GROUPS to the same on all ranks",
@@ -269,7 +269,7 @@ class Server:
         except BlockingIOError:
             return
         except OSError as error:
-            return self._drop(connection, f"its connection broke: {error.strerror or error}")
+            return self._drop(connection, _protocol.how_it_broke(error))
         if not data:
             return self._drop(connection, "its process exited, or its host is gone")
         try:
@@ -279,8 +279,8 @@ class Server:
                 elif reason := self._handle(connection, message):
                     return self._drop(connection, reason)
         except HandshakeError as error:
-            if connection.voter is None:  # said once for each peer: it may never send the same twice
-                self._tell(f"a connection from {connection.peer} was closed: {error}", connection.peer)
+            if connection.voter is None:
+                self._tell(f"a connection from {connection.peer} was closed: it is not a rank's", connection.peer)
             else:
                 self._send(connection, _protocol.encode(_protocol.Goodbye(f"protocol error: {error}")))
             self._drop(connection, f"it broke the protocol: {error}")
@@ -319,12 +319,23 @@ class Server:
         connection.label = shorten("".join(filter(str.isprintable, label)))
         rank: Any = facts.get("rank")
         is_in_world = type(rank) is int and 0 <= rank < self._world_size
-        refusal = "".join(filter(str.isprintable, self._refusal(connection, hello, is_in_world)))
+        secret, ours, nonces = self._config.secret, self._config.facts, connection.nonce + hello.nonce
+        proof = _protocol.proof(secret, str(facts.get("session")), nonces, "rank", hello.facts)
+        is_known = hmac.compare_digest(hello.proof, proof)  # what anybody else says is shown nowhere
+        refusal = "".join(filter(str.isprintable, self._refusal(connection, is_known, is_in_world)))
+        # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
+        folder = self._config.debug if _protocol.REPORTS in self._extras else ""
+        about = {"refused": refusal} if refusal else {**ours, "debug": folder if self._config.debug else None}
+        said = _protocol.write_facts(about)
+        proof = _protocol.proof(secret, str(ours.get("session")), nonces, "coordinator", said)
+        answer = _protocol.encode(_protocol.Answer(proof, said))
         if refusal:
-            self._tell(f"a connection from {connection.peer} was refused: {refusal}")
+            text = f"a connection from {connection.peer} was refused: {refusal}"
+            self._tell(text, "" if is_known else connection.peer)
             if is_in_world and rank not in self._of_rank:  # those who wait for this rank are told
-                self._consensus.voter(rank).label = f"{connection.label}, which was refused: {refusal}"
-            self._send(connection, _protocol.encode(_protocol.Refused(refusal)))
+                who = connection.label if is_known else connection.peer
+                self._consensus.voter(rank).label = f"{who}, which was refused: {refusal}"
+            self._send(connection, answer)
             return refusal
         voter, timeout_s = self._consensus.voter(rank), facts.get("timeout_s")
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
@@ -333,32 +344,31 @@ class Server:
         connection.decoder.kinds, connection.decoder.world_size = _protocol.FROM_RANK, self._world_size
         self._of_rank[rank] = connection
         self._consensus.rejoin_rank(rank)
-        # None: no folder is set. Empty: there is one, and nothing to make reports with, which was said.
-        folder = self._config.debug if _protocol.REPORTS in self._extras else ""
-        about = {**self._config.facts, "debug": folder if self._config.debug else None}
-        self._send(connection, _protocol.encode(_protocol.Welcome(about)))
+        self._send(connection, answer)
         self._send_unread()
         return ""
 
-    def _refusal(self, connection: _Connection, hello: _protocol.Hello, is_in_world: bool) -> str:
+    def _refusal(self, connection: _Connection, is_known: bool, is_in_world: bool) -> str:
         ours, theirs = self._config.facts, connection.facts
         rank = theirs.get("rank")
         us = f"the coordinator (rank {self._rank}, {ours.get('host', '?')}:{ours.get('pid', '?')})"
         them = f"rank {rank} ({connection.label})"
-        expected = _protocol.proof(self._config.secret.encode(), connection.nonce, hello.facts)
-        if not hmac.compare_digest(hello.proof, expected):
+        if not is_known:
             why = "it belongs to another job, or TORCH_TPU_INTERNAL_HANDSHAKE_SECRET differs between hosts"
-            return f"{them} does not know the secret of {us}: {why}"
+            who = f"it says that it is rank {rank}, but" if is_in_world else "it"
+            return f"{who} does not know the secret of {us}: {why}"
         if not is_in_world:
-            return f"{them} is outside the world of {self._world_size} ranks of {us}"
+            return shorten(f"{them} is outside the world of {self._world_size} ranks of {us}", 1000)
         for fact, what_to_do in FACTS_THAT_MUST_AGREE.items():
             mine, other = ours.get(fact), theirs.get(fact)
             if mine != other and mine is not None and other is not None:
                 name = fact if fact == "torch_tpu" else fact.replace("_", " ")
-                return f"{name} differs: {other} on {them}, {mine} on {us}. {what_to_do}"
+                return f"{name} differs: {shorten(str(other), 300)} on {them}, {mine} on {us}. {what_to_do}"
         if rank in self._of_rank:
             both = f"{self._of_rank[rank].label}, which is connected, and {connection.label}"
-            return f"two processes say that they are rank {rank}: {both}. Give each process a RANK of its own"
+            text = f"two processes say that they are rank {rank}: {both}. Give each process a RANK of its own"
+            self._send(self._of_rank[rank], _protocol.encode(_protocol.Notice(text)))
+            return text
         return ""
 
     def _drop(self, connection: _Connection, reason: str) -> None:
@@ -466,8 +476,10 @@ class Server:
         return self._of_rank[rank].facts if rank in self._of_rank else {}
 
     def _tell(self, text: str, once_for: str = "") -> None:
-        """Has the coordinator rank log it, unless it, or another text for the same `once_for`, was before."""
-        if (once_for or text) not in self._messages and len(self._messages) < MAX_MESSAGES:
+        """Has the coordinator rank log it, unless it, or another text for the same `once_for`, was before. Strangers
+        have half of the room."""
+        room = MAX_MESSAGES // 2 if once_for else MAX_MESSAGES
+        if (once_for or text) not in self._messages and len(self._messages) < room:
             self._messages.add(once_for or text)
             self._unread.append(f"coordinator: {text}")
             self._send_unread()

@@ -265,6 +265,7 @@ def graph_text(graph_module: Any) -> str:
     - ``constant BODY._tensor_constant0 = float32 (2,) blake2b:0123… [1.0, 2.0]``: a tensor constant by dtype, shape,
       digest and first `MAX_CONSTANT_VALUES_SHOWN` values, row-major;
     - ``mutated arg0_1 = copy_``: an input that the graph changes, and the op (or output) that does;
+    - ``shares arg1_1 = arg0_1``: an input, and the first one that it shares memory with;
     - ``source BODY.all_reduce = /path/model.py:24: x = all_reduce(y)``: the user's own line, where it is not the
       innermost, which `print_readable` shows."""
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
@@ -591,7 +592,7 @@ def _as_device(node: Any, key: int | str, argument: Any) -> Any:
     return argument
 
 
-def _layout(ranks: tuple[int, ...]) -> str | None:
+def group_layout(ranks: tuple[int, ...]) -> str | None:
     """Size, stride and phase in each dimension of a regular group; None for any other. Where every stride is a multiple
     of the extent of the dimensions inside it, groups of one layout are disjoint: of a rank and the phases, the
     coordinates within the group follow, innermost first, and so its first rank."""
@@ -608,7 +609,7 @@ def _layout(ranks: tuple[int, ...]) -> str | None:
 
 
 def _replica_role(groups: re.Match[bytes]) -> bytes:
-    layouts = {_layout(tuple(map(int, ranks.split(b",")))) for ranks in re.findall(rb"\d[\d,]*", groups[0])}
+    layouts = {group_layout(tuple(map(int, ranks.split(b",")))) for ranks in re.findall(rb"\d[\d,]*", groups[0])}
     return groups[0] if None in layouts or len(layouts) > 1 else str(*layouts).encode()
 
 
@@ -644,7 +645,7 @@ class _Shared:
         key = (ranks, id(process_group))
         if key in self.groups:
             return self.groups[key]
-        layout = _layout(ranks) if self.naming == "role" else None
+        layout = group_layout(ranks) if self.naming == "role" else None
         text = f"ranks {executable_fingerprint(repr(ranks))}" if layout is None else layout
         if process_group is not None:
             world = torch.distributed.distributed_c10d._world
@@ -1006,12 +1007,18 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[s
     """The record of a graph and of those nested in it; adds the groups of their collectives to `groups`, by name."""
     mutations = _mutations(graph_module)
     positions: dict[Any, int] = {}
+    first_of: dict[int, str] = {}  # the first input in each storage
     nodes: list[dict[str, Any]] = []
     for node in graph_module.graph.nodes:
         source, user_source = _frames(node.meta.get("stack_trace") or "")
         facts = {"mutated_by": mutations.get(node), "source": source, "user_source": user_source} | _origin(node)
         if node.op == "get_attr":
             facts["constant"] = _constant_text(_attribute(node, graph_module))
+        value = _result(node) if node.op == "placeholder" else None
+        is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_wrapper(value):
+            first = first_of.setdefault(value.untyped_storage()._cdata, node.name)
+            facts["shares"] = first if first != node.name else None
         record = _call_record(node, positions) | _group_record(node, groups) | facts
         positions[node] = len(nodes)
         nodes.append({key: value for key, value in record.items() if value})
@@ -1143,6 +1150,8 @@ def _fact_lines(body: dict[str, Any], path: str = "") -> Iterator[str]:
             yield f"constant {path}{node['target']} = {node['constant']}"
         if "mutated_by" in node:
             yield f"mutated {path}{node['name']} = {node['mutated_by']}"
+        if "shares" in node:
+            yield f"shares {path}{node['name']} = {node['shares']}"
         if "user_source" in node and node["user_source"] != node["source"]:
             yield f"source {path}{node['name']} = {node['user_source']}"
     for name, nested in body["bodies"].items():

@@ -21,8 +21,10 @@ variant. Values that are affine in the rank, or in its place in a group, are rec
 """
 
 import dataclasses
+import functools
 import itertools
 import json
+import marshal
 import math
 import re
 from collections import Counter
@@ -44,6 +46,7 @@ MIN_COMMON_PART, MIN_CALLS = 0.2, 5
 MAX_DIFFERENCES_PER_VARIANT = 1000  # more say nothing new, and 64 variants of 5,000 nodes must fit in memory
 MAX_ORDER_SHOWN = 3  # collectives of each side that are named where their order differs
 MAX_RUN_NODES = 200  # nodes of a missing or added run that are kept for the report
+MAX_CACHED_NODES = 2**16  # that are kept for further records, some 2 KB each
 MAX_NUMBER_CHARACTERS = 40  # a longer one is no offset into anything; Python refuses more than 4,300 digits
 
 NOT_THERE = "not there"  # the side of a difference on which there is no such node
@@ -100,6 +103,7 @@ class Node(NamedTuple):
     collective: bool = False  # whether it counts as a collective (`_graph.count_collectives`)
     constant: str | None = None  # of a get_attr, the value of a tensor constant
     mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
+    shares: str | None = None  # of an input: the first one that it shares memory with
     module: str = ""  # the path of the module of the model that it is in, such as `model.embed_tokens`
     origin: str = ""  # what the program called there: a function, or a class of torch's modules
 
@@ -171,16 +175,23 @@ def _read_group(fields: Any) -> tuple[tuple[int, ...], str]:
 def _read_body(fields: Any, levels_left: int) -> Body:
     if not levels_left:
         raise ValueError(f"bodies are nested more than {MAX_NESTED_BODIES} levels deep (MAX_NESTED_BODIES)")
-    nodes = [_read_node(node, position) for position, node in enumerate(fields["nodes"])]
+    nodes = [_read_node(marshal.dumps(node, 2), position) for position, node in enumerate(fields["nodes"])]
     if not nodes:
         raise ValueError("a body has no nodes")
     bodies = {name: _read_body(body, levels_left - 1) for name, body in (fields.get("bodies") or {}).items()}
     return Body(_checked(str, fields.get("name") or ""), nodes, bodies)
 
 
-def _read_node(fields: Any, position: int) -> Node:
+# Fields of a node that are text.
+_TEXTS = "name op target line dtype device note group constant mutated_by shares module origin".split()
+
+
+@functools.lru_cache(MAX_CACHED_NODES)
+def _read_node(record: bytes, position: int) -> Node:
+    """A node from what `marshal` makes of its fields: those that ranks have in common are read, and kept, once."""
+    fields = marshal.loads(record)
     values = {"target": "", **{name: fields[name] for name in Node._fields if fields.get(name)}}
-    for name in "name op target line dtype device note group constant mutated_by module origin".split():
+    for name in _TEXTS:
         _checked(str, values.get(name, ""))
     if values["op"] not in ("placeholder", "get_attr", "call", "output"):
         raise ValueError(f"{values['op']!r} is not a kind of node")
@@ -266,7 +277,6 @@ class Comparison(NamedTuple):
 class Keys(NamedTuple):
     """What a body's nodes are compared by."""
 
-    content: list[Any]  # all of a node; references by absolute position
     strict: list[Any]  # all that tells what a node is; references by the producer's operation
     weak: list[Any]  # the operation alone
 
@@ -279,35 +289,43 @@ def node_keys(body: Body, cache: dict[int, Keys]) -> Keys:
     """The keys of a body's nodes. `cache` is by identity; whoever holds it must hold the bodies."""
     if id(body) in cache:
         return cache[id(body)]
-    names = [_operation(node, body, cache) for node in body.nodes]
-    content: list[Any] = []
+    names = [_operation(node, body) for node in body.nodes]
     strict: list[Any] = []
     for node, name in zip(body.nodes, names, strict=True):
-        form: tuple[Any, ...] = (name, node.dtype, node.shape, node.stride, node.device, node.note)
-        if node.op == "get_attr" and nested_body(node, body) is None:
-            form = (*form, node.constant or node.target)
-        reads = [(each.path, each.text, each.producer) for each in node.arguments]
-        absolute = tuple((path, text if producer is None else producer) for path, text, producer in reads)
-        content.append((form, node.mutated_by, node.group, absolute))
+        form = _form_key(node, name, body)
         if node.op == "placeholder" and not _NUMBERED_INPUT.match(node.name):
             form = (*form, node.name)
-        named = tuple((path, text if producer is None else names[producer]) for path, text, producer in reads)
-        strict.append((form, named))
+        reads = [(path, text if producer is None else names[producer]) for path, text, producer in node.arguments]
+        strict.append((form, tuple(reads)))
     weak = [name if isinstance(name, str) else name[0] for name in names]
-    return cache.setdefault(id(body), Keys(content, strict, weak))
+    return cache.setdefault(id(body), Keys(strict, weak))
 
 
-def content(graph: Graph, cache: dict[int, Keys]) -> Any:
-    """Hashable; equal for two graphs when nothing is known to differ between them."""
-    return tuple(node_keys(graph.body, cache).content), tuple(sorted(graph.groups.items()))
+def node_content(node: Node, body: Body) -> Any:
+    """All of a node, hashable; references by absolute position."""
+    reads = [(path, text if producer is None else producer) for path, text, producer in node.arguments]
+    form = _form_key(node, _operation(node, body), body)
+    return form, node.mutated_by, node.shares, node.group, tuple(reads)
 
 
-def _operation(node: Node, body: Body, cache: dict[int, Keys]) -> Any:
+def _body_content(body: Body) -> tuple[Any, ...]:
+    return tuple([node_content(node, body) for node in body.nodes])
+
+
+def _form_key(node: Node, name: Any, body: Body) -> tuple[Any, ...]:
+    """What a node does, and the form of its result."""
+    form = (name, node.dtype, node.shape, node.stride, node.device, node.note)
+    if node.op == "get_attr" and nested_body(node, body) is None:
+        return (*form, node.constant or node.target)
+    return form
+
+
+def _operation(node: Node, body: Body) -> Any:
     """What the node does. The name of an attribute says nothing; a nested body counts by its content."""
     if node.op == "call":
         return node.target
     nested = nested_body(node, body)
-    return node.op if nested is None else (node.op, tuple(node_keys(nested, cache).content))
+    return node.op if nested is None else (node.op, _body_content(nested))
 
 
 def nested_body(node: Node, body: Body) -> Body | None:
@@ -327,6 +345,8 @@ def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys, are_nested: bool
     starts = [next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in (a, b)]
     spans = [[i, len(body.nodes)] for i, body in zip(starts, (a, b), strict=True)]
     broken = "" if are_nested else _shorten(a, b, spans)
+    if (a.nodes[-1].op == "output") != (b.nodes[-1].op == "output"):  # one is cut off
+        spans = [[i, i + min(end - start for start, end in spans)] for i in starts]
     (i, i_end), (j, j_end) = spans
     pairs = _align(a_keys, i, i_end, b_keys, j, j_end)
     if broken == "ends":
@@ -594,8 +614,11 @@ class _Comparer:
         """Missing and added nodes."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
-        missing = [i for i in range(len(a.nodes)) if i not in comparison.to_other]
-        added = [j for j in range(len(b.nodes)) if j not in comparison.to_reference]
+        ends = [len(a.nodes), len(b.nodes)]
+        if not path and any(graph.is_cut for graph in self._graphs):  # what is beyond may be there too
+            ends = [max(matched, default=-1) + 1 for matched in (comparison.to_other, comparison.to_reference)]
+        missing = [i for i in range(ends[0]) if i not in comparison.to_other]
+        added = [j for j in range(ends[1]) if j not in comparison.to_reference]
         comparison.changed.update(missing)
         inputs, only_for_missing = _only_inputs(a, missing)
         other_inputs, only_for_added = _only_inputs(b, added)
@@ -647,13 +670,19 @@ class _Comparer:
         sizes: set[tuple[str, ...]] = set()  # pairs of sizes that were seen to differ
         uses = _first_uses(a), _first_uses(b)
         order = next((each for each in reversed(self.differences) if each.kind.startswith("order")), None)
+        has_facts = not is_broken and not any(graph.is_cut for graph in self._graphs)  # a text has them at its end
         for i, j in sorted(to_other.items()):
             x, y = a.nodes[i], b.nodes[j]
-            if not is_broken and bool(x.mutated_by) != bool(y.mutated_by):
+            if has_facts and bool(x.mutated_by) != bool(y.mutated_by):
                 # The line where it is changed is on the side that does.
                 node = x._replace(user_source=uses[0].get(i) if x.mutated_by else uses[1].get(j))
                 sides = [f"changed in place ({how})" if how else "not changed" for how in (x.mutated_by, y.mutated_by)]
                 self._add(Difference("inputs", comparison.path, i, node, "change in place", sides))
+                comparison.changed.add(i)
+            if has_facts and x.shares != y.shares:
+                sides = [f"shares that of `{each.shares}`" if each.shares else "of its own" for each in (x, y)]
+                node = x._replace(user_source=uses[0].get(i))
+                self._add(Difference("inputs", comparison.path, i, node, "memory", sides))
                 comparison.changed.add(i)
             inputs, other_inputs = x.producers, y.producers
             is_same = a_keys.strict[i] == b_keys.strict[j] and [to_other.get(p) for p in inputs] == other_inputs
@@ -733,7 +762,7 @@ class _Comparer:
         path = comparison.path
         bodies = nested, other = nested_body(x, comparison.reference), nested_body(y, comparison.other)
         if nested is not None and other is not None:
-            is_same = node_keys(nested, self._cache).content == node_keys(other, self._other_cache).content
+            is_same = _body_content(nested) == _body_content(other)
             if not is_same or self._graphs[0].groups != self._graphs[1].groups:
                 self._compare(nested, other, f"{path}.{x.target}" if path else x.target)
             comparison.changed.update(() if is_same else (i,))
@@ -749,10 +778,8 @@ class _Comparer:
     def _compare_writing(self) -> None:
         """What is left where no difference was found, and yet the graphs are not the same."""
         for body in self.bodies:
-            keys = node_keys(body.reference, self._cache), node_keys(body.other, self._other_cache)
-            for i, (left, right) in enumerate(zip(keys[0].content, keys[1].content, strict=False)):
-                x, y = body.reference.nodes[i], body.other.nodes[i]
-                if left != right and x.line != y.line:
+            for i, (x, y) in enumerate(zip(body.reference.nodes, body.other.nodes, strict=False)):
+                if x.line != y.line and node_content(x, body.reference) != node_content(y, body.other):
                     self._add(Difference("text", body.path, i, x, "as written", (x.line, y.line)))
                     body.changed.add(i)
                     return

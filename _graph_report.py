@@ -261,6 +261,7 @@ class Report:
         # Variants that differ from the reference in the same places, together; only the first's bodies are kept.
         self.alike: dict[Any, list[int]] = {}
         self._graph: Graph | None = None  # the reference's
+        self._cut: set[int] = set()  # variants whose text is cut off
         groups = [ranks for ranks, *_ in context.groups]
         self._unhashable: dict[str, int] = {}  # why, and a variant
         self._purposes: dict[str, list[int]] = {}  # variants, by what their graphs are for
@@ -273,6 +274,7 @@ class Report:
                 concerned.setdefault(remark, []).append(number)
             if (graph := variant.graph) is None:
                 continue
+            self._cut |= {number} if graph.is_cut else set()
             sizes[number] = _graph_diff.describe_size(graph.body)
             self._purposes.setdefault(_graph_diff.purpose(graph.body), []).append(number)
             self._unhashable[graph.unhashable] = number
@@ -375,7 +377,8 @@ class Report:
         for difference, topic in topics:
             if topic not in found:
                 found[topic] = self._words(difference, [each for each, its_topic in topics if its_topic == topic])
-        if same := [number for number, comparison in self.comparisons.items() if not comparison.differences]:
+        whole = self.comparisons.keys() - self._cut if self.reference not in self._cut else ()
+        if same := [number for number in whole if not self.comparisons[number].differences]:
             found["nothing differs"] = {"odd": self.ranks(same)}
         ends: dict[Any, dict[int, Sequence[int]]] = {}  # of spans that start at one place of a line: who voted on them
         for ranks, (start, end), *voters in self.context.groups:

@@ -5,8 +5,8 @@ A frame is a 4-byte length, a 1-byte kind and a body, in network byte order; the
 fixed fields and then a tail: text, JSON, bytes, ranks, or spans. `_KINDS` is the whole protocol:
 
     coordinator  GREETING   magic, version, nonce         (this frame's layout is the same in every version)
-    rank         HELLO      who it is, and the proof that it knows the job's secret
-    coordinator  WELCOME, or REFUSED with the reason
+    rank         HELLO      a nonce of its own, who it is, and the proof that it knows the job's secret
+    coordinator  ANSWER     who it is, or why the rank is refused, and the proof that it knows the secret too
     rank         GROUP      once for each process group: a number for it, and its ranks
     rank         PROGRAM    once for each graph, if it says so: its name, and what its collectives are
     rank         VOTE       26 bytes + 16 for each group
@@ -20,8 +20,8 @@ checked against the bound of its kind before anything of that size is made. A `D
 after a frame that doesn't parse, nobody knows where the next one begins.
 """
 
+import errno
 import functools
-import hashlib
 import hmac
 import json
 import struct
@@ -34,12 +34,14 @@ else:
     from _vocabulary import DIGEST_BYTES, MAX_WORLD_SIZE, HandshakeProtocolError
 
 MAGIC = b"TPU-HS\r\n"
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = PROOF_BYTES = 16
 
 # Bounds of tails, in bytes.
 MAX_HELLO_BYTES = 4096  # a few short strings, from somebody who has proved nothing yet
-MAX_TEXT_BYTES = 2**18  # reasons, notices, reports for a log; longer ones are cut
+MAX_ANSWER_BYTES = 2**15  # to that: the same, and a folder's path or a reason
+MAX_REASON_BYTES = 2**14  # what becomes part of an exception's text; longer ones are cut
+MAX_TEXT_BYTES = 2**18  # notices, which hold reports for a log; longer ones are cut
 MAX_JSON_BYTES = 2**24  # JSON around a reason: ranks as runs, of a world with no order at all
 MAX_PAYLOAD_BYTES = 2**24  # of one extra frame: a plan's keys (100,000 nodes with some 100 bytes each), a graph
 # The groups that one graph uses: a handful of mesh dimensions, and a pair for every point-to-point neighbour.
@@ -54,7 +56,7 @@ PLANS, REPORTS = 1, 2  # extras
 CALL_OFF = 5  # the step by which a rank calls a plan off
 BROKE_OFF = "it can't run what was agreed"  # how the goodbye of a rank begins that gives up
 
-GREETING, HELLO, WELCOME, REFUSED, GOODBYE = 1, 2, 3, 4, 5
+GREETING, HELLO, ANSWER, GOODBYE = 1, 2, 3, 5
 GROUP, VOTE, VERDICT, DETAIL, NOTICE, PROGRAM, WAIT, EXTRA = 16, 17, 18, 19, 20, 21, 22, 32
 # Which kinds each side may send, and when.
 FROM_STRANGER = frozenset({HELLO})
@@ -82,20 +84,17 @@ class Greeting(NamedTuple):
 class Hello(NamedTuple):
     """Who a rank is: a JSON object as bytes, over which `proof` was made."""
 
+    nonce: bytes
     proof: bytes
     facts: bytes
 
 
-class Welcome(NamedTuple):
-    """The rank is in. `facts` describes the coordinator."""
+class Answer(NamedTuple):
+    """To a hello. `facts`, a JSON object as bytes, describe the coordinator, and the rank is in; or they hold
+    `refused`, the reason why it is not."""
 
-    facts: dict[str, Any]
-
-
-class Refused(NamedTuple):
-    """The rank is not let in."""
-
-    reason: str
+    proof: bytes
+    facts: bytes
 
 
 class Goodbye(NamedTuple):
@@ -163,9 +162,7 @@ class Extra(NamedTuple):
     payload: bytes
 
 
-Message = (
-    Greeting | Hello | Welcome | Refused | Goodbye | Group | Program | Vote | Verdict | Detail | Notice | Wait | Extra
-)
+Message = Greeting | Hello | Answer | Goodbye | Group | Program | Vote | Verdict | Detail | Notice | Wait | Extra
 
 
 class _Tail(NamedTuple):
@@ -224,12 +221,21 @@ def _read_spans(data: bytes, _: int) -> tuple[int, ...]:
     return spans
 
 
+def _read_detail(data: bytes, _: int) -> dict[str, Any]:
+    facts = read_facts(data)
+    for text in (facts.get("reason"), facts.get("broken") or ""):
+        if not isinstance(text, str) or len(text) > MAX_REASON_BYTES:
+            raise ValueError("a reason that is not a text, or too long a one")
+    return facts
+
+
 _TEXT = _Tail(
     lambda text: text.encode("utf-8", "replace")[:MAX_TEXT_BYTES],
     lambda data, _: data.decode("utf-8", "replace"),
     MAX_TEXT_BYTES,
 )
-_FACTS = _Tail(write_facts, read_facts, MAX_JSON_BYTES)
+_REASON = _Tail(lambda text: _TEXT.write(text)[:MAX_REASON_BYTES], _TEXT.read, MAX_REASON_BYTES)
+_DETAIL = _Tail(write_facts, _read_detail, MAX_JSON_BYTES)
 _BYTES = _Tail(bytes, lambda data, _: data, MAX_PAYLOAD_BYTES)
 _HELLO_FACTS = _BYTES._replace(max_bytes=MAX_HELLO_BYTES)
 _PROGRAM_FACTS = _Tail(write_facts, _BYTES.read, MAX_PROGRAM_BYTES)  # read once for each program, not for each rank
@@ -242,15 +248,14 @@ _SPANS = _Tail(
 
 _KINDS: dict[int, tuple[Any, struct.Struct, _Tail | None]] = {
     GREETING: (Greeting, struct.Struct(f"!{len(MAGIC)}sH{NONCE_BYTES}s"), _HELLO_FACTS),
-    HELLO: (Hello, struct.Struct(f"!{PROOF_BYTES}s"), _HELLO_FACTS),
-    WELCOME: (Welcome, struct.Struct(""), _FACTS),
-    REFUSED: (Refused, struct.Struct(""), _TEXT),
-    GOODBYE: (Goodbye, struct.Struct(""), _TEXT),
+    HELLO: (Hello, struct.Struct(f"!{NONCE_BYTES}s{PROOF_BYTES}s"), _HELLO_FACTS),
+    ANSWER: (Answer, struct.Struct(f"!{PROOF_BYTES}s"), _BYTES._replace(max_bytes=MAX_ANSWER_BYTES)),
+    GOODBYE: (Goodbye, struct.Struct(""), _REASON),
     GROUP: (Group, struct.Struct("!I"), _RANKS),
     PROGRAM: (Program, struct.Struct(f"!{DIGEST_BYTES}s"), _PROGRAM_FACTS),
     VOTE: (Vote, struct.Struct(f"!IB{DIGEST_BYTES}s"), _SPANS),
     VERDICT: (Verdict, struct.Struct("!IBB"), None),
-    DETAIL: (Detail, struct.Struct("!I"), _FACTS),
+    DETAIL: (Detail, struct.Struct("!I"), _DETAIL),
     NOTICE: (Notice, struct.Struct(""), _TEXT),
     WAIT: (Wait, struct.Struct("!d"), None),
     EXTRA: (Extra, struct.Struct("!BIB"), _BYTES),
@@ -288,13 +293,22 @@ def detail_facts(
 ) -> bytes:
     """The facts of a `Detail`: what happened; the ranks, the group and the span that it is about; where the ranks'
     collectives differ (`_consensus.Finding`)."""
-    about = {"ranks": runs(ranks), "group": group and runs(group), "span": span, "broken": broken}
-    return write_facts({"reason": reason[:MAX_TEXT_BYTES], **about})
+    about = {"ranks": runs(ranks), "group": group and runs(group), "span": span}
+    return write_facts({"reason": reason[:MAX_REASON_BYTES], "broken": broken and broken[:MAX_REASON_BYTES], **about})
 
 
-def proof(secret: bytes, nonce: bytes, facts: bytes) -> bytes:
-    """What only somebody with the job's secret can make of this nonce and these facts."""
-    return hmac.new(secret, nonce + facts, hashlib.sha256).digest()[:PROOF_BYTES]
+def proof(secret: str, session: str, nonces: bytes, side: str, said: bytes) -> bytes:
+    """What only somebody of the session with the job's secret can make of what one side ("rank" or "coordinator") says.
+    `nonces` are the coordinator's and the rank's: an old proof is worth nothing, nor is one of the other side."""
+    key = hmac.digest(secret.encode(), session.encode("utf-8", "replace"), "sha256")
+    return hmac.digest(key, side.encode() + nonces + said, "sha256")[:PROOF_BYTES]
+
+
+def how_it_broke(error: OSError) -> str:
+    """What an error of a socket means to people."""
+    what = f"the connection broke: {error.strerror or error}"
+    is_silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+    return f"{what}: the network between the hosts, or that host, is down" if is_silent else what
 
 
 class Decoder:

@@ -9,26 +9,25 @@ looked for, closed and bound again later: the listening socket that found it is 
 So the coordinator can't tell how others name its host. With a store, every rank has found one place already, the
 *master*: the store's server, or `MASTER_ADDR` where the store has none. If the coordinator is on the master's host, it
 publishes this, for each rank to use the name that it knows; then the addresses from which its host would send to
-others, then its host's name. The ranks try them in this order.
+others, then its host's name. The ranks try them in this order, and what they were told themselves in the end.
 
 **Whom it listens to.** This host alone, if the launcher says that all ranks are on it (`LOCAL_WORLD_SIZE` is the
-world's size), or if it says nothing and the master is localhost or a loopback address: no other host could have found
-that. Without a store the latter holds whatever the launcher says. Otherwise all interfaces; also where a name leads to
-a loopback address here, since elsewhere it may lead here.
+world's size), or if there is no store and no address was given: then no other host could find it. Otherwise all
+interfaces; also where the address is localhost here, since elsewhere it may be another one, which leads here.
 """
 
 import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 if __package__:
@@ -37,6 +36,8 @@ if __package__:
 else:
     import _vocabulary
     from _vocabulary import HandshakeConfigError, HandshakePeerLostError, HandshakeProtocolError, HandshakeStage
+
+logger = logging.getLogger("torch_tpu.handshake")
 
 PORT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_PORT"
 TIMEOUT_VARIABLE = "TORCH_TPU_INTERNAL_HANDSHAKE_TIMEOUT_S"
@@ -50,11 +51,11 @@ DEFAULT_PORT = 36423  # torch_tpu 0.2.0's for the same purpose
 DEFAULT_TIMEOUT_S = 60.0
 MAX_WORLD_SIZE = _vocabulary.MAX_WORLD_SIZE
 BACKLOG = 8192  # all ranks may come while the coordinator is starting; the kernel caps it at net.core.somaxconn
-STORE_WAIT_S = 1.0  # one answer of the store; then the deadline is looked at, and it is asked again
 MAX_SESSION_BYTES = 200  # it is sent in every hello, which is small, and shown in messages
+# What launchers and schedulers call a job, the same on all its ranks. (An elastic restart count is not, nor is a step.)
+SESSION_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _STORE_KEY = "torch_tpu_handshake/coordinator/{}"
-# Addresses, and the names that hosts give to their own loopback addresses.
-_MEANS_LOOPBACK = re.compile(r"127[\d.]*|.*:.*|(ip6-)?(localhost[46]?|loopback)(\..*)?|.*\.localhost\.?", re.IGNORECASE)
+_STORES_OF_ONE_PROCESS = {"FakeStore", "HashStore"}  # torch's, for tests: nobody else reads them
 # Addresses that nobody has (RFC 5737, RFC 3849), which the default routes lead to. Nothing is sent there.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _REQUIRED = object()
@@ -91,6 +92,17 @@ class Endpoint(NamedTuple):
     session: str
     at_master: bool = False  # whether the master's address leads there too, before all others
 
+    def addresses(self, failures: dict[str, str]) -> Iterator[tuple[str, int, Any]]:
+        """What its hosts lead to: how messages name it, family, address. Puts hosts that lead nowhere in `failures`."""
+        for host in self.hosts:
+            found: list[Any] = []
+            try:
+                found = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as error:
+                failures[host] = getattr(error, "strerror", None) or str(error)
+            for family, *_, address in found:
+                yield f"{' '.join(dict.fromkeys([host, address[0]]))} port {self.port}", family, address
+
 
 def _whole(lowest: int, highest: int) -> Callable[[Any], int]:
     return lambda value: range(highest + 1)[_vocabulary.whole_number(value, "", least=lowest, text=True)]
@@ -118,7 +130,7 @@ _SETTINGS: dict[str, tuple[str, str, Any, Callable[[Any], Any], str]] = {
     "current_rank": ("rank", "RANK", _REQUIRED, _whole(0, sys.maxsize - 1), "a whole number from 0 on"),
     "coordinator_rank": ("coordinator_rank", "", 0, _whole(0, sys.maxsize - 1), "a whole number from 0 on"),
     "world_size": ("world_size", "WORLD_SIZE", _REQUIRED, _whole(1, MAX_WORLD_SIZE), "a whole number from 1 to 2**20"),
-    "host": ("host", ADDRESS_VARIABLE, "localhost", _host, "a valid host: a name or an address, without a port"),
+    "host": ("host", ADDRESS_VARIABLE, "", _host, "a valid host: a name or an address, without a port"),
     "port": ("port", PORT_VARIABLE, None, _whole(0, 65535), "a valid port: a whole number from 1 to 65535"),
     "timeout_s": ("timeout_s", TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, _seconds, "a valid timeout: seconds, more than 0"),
     "on_timeout": ("split_on_timeout", ON_TIMEOUT_VARIABLE, False,
@@ -143,11 +155,10 @@ class Settings(NamedTuple):
     rank: int
     world_size: int
     coordinator_rank: int
-    host: str  # by which the ranks reach the coordinator, where no store says better
+    host: str  # by which the ranks reach the coordinator, where no store says better; "": nobody said
     port: int | None  # one that was asked for; 0: one that the kernel picks
     port_source: str  # what to change if that port is taken
     secret: str | None
-    uses_store: bool  # whether the job's store is asked; not where a caller says what the address is
     timeout_s: float
     split_on_timeout: bool
     raise_on_mismatch: bool
@@ -163,7 +174,7 @@ class Settings(NamedTuple):
         size are torch.distributed's before the variables'. Raises HandshakeConfigError."""
         known = {keyword: value for keyword, value in given.items() if value is not None}
         port_source = "port" if "port" in known else PORT_VARIABLE
-        values: dict[str, Any] = {"port_source": port_source, "uses_store": not known.keys() & {"host", "port"}}
+        values: dict[str, Any] = {"port_source": port_source}
         if (distributed := torch_distributed()) is not None:
             known = {"current_rank": distributed.get_rank(), "world_size": distributed.get_world_size(), **known}
         for keyword, (field, variable, default, *_) in _SETTINGS.items():
@@ -190,9 +201,12 @@ class Settings(NamedTuple):
                 raise HandshakeConfigError(f"{text}: give {keyword} when it is made first, or close() that one first")
 
     def store(self) -> Any:
-        """The job's store, or None."""
-        distributed = torch_distributed() if self.uses_store else None
-        return None if distributed is None else distributed.distributed_c10d._get_default_store()
+        """The job's store; None where there is none that other processes can read."""
+        if (distributed := torch_distributed()) is None:
+            return None
+        store = distributed.distributed_c10d._get_default_store()
+        names = {of_class.__name__ for of_class in type(_server(store)).__mro__}
+        return None if names & _STORES_OF_ONE_PROCESS else store
 
 
 def _parse(keyword: str, value: Any, source: str) -> Any:
@@ -211,8 +225,7 @@ def select_handshake_port(settings: Settings) -> tuple[socket.socket, Endpoint]:
     the job has a store. An explicit port is bound as it is; else, with a store, the kernel picks a free one; else it is
     `DEFAULT_PORT`. Raises HandshakeConfigError: it can't be bound; HandshakePeerLostError: the store failed."""
     store = settings.store()
-    master = settings.host if store is None else _master(store)
-    address = loopback_address(settings.host) if _is_for_this_host(settings, master, store is not None) else ""
+    address = loopback_address(settings.host) if _is_for_this_host(settings, store is not None) else ""
     port = settings.port if settings.port is not None else DEFAULT_PORT if store is None else 0
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
@@ -227,16 +240,28 @@ def select_handshake_port(settings: Settings) -> tuple[socket.socket, Endpoint]:
         reason = os.strerror(error.errno or 0)
         raise HandshakeConfigError(f"handshake {what} can't be used on this host ({reason}): set {how}") from error
     port = listener.getsockname()[1]
+    hosts, at_master = ([address], False) if address else _ways_here(_master(settings, store))
     if store is None:
-        return listener, _agreed_endpoint(settings, port)
-    hosts, at_master = ([address], False) if address else _ways_here(master)
-    secret = secrets.token_hex(16) if settings.secret is None else settings.secret
-    endpoint = Endpoint(tuple(hosts), port, secret, secrets.token_hex(8), at_master)
-    try:
-        publish_late(settings, endpoint)
-    except HandshakePeerLostError:
-        listener.close()
-        raise
+        endpoint = _agreed_endpoint(settings, port)
+        if not address and not at_master and _resolve(settings.host):
+            text = f"{ADDRESS_VARIABLE}={settings.host} is not an address of this host, where rank {settings.rank} runs"
+            how = f"the coordinator, and others look for it there. Set it to {hosts[0]} on all ranks"
+            logger.warning("handshake: %s %s", text, how)
+    else:
+        secret = secrets.token_hex(16) if settings.secret is None else settings.secret
+        endpoint = Endpoint(tuple(hosts), port, secret, secrets.token_hex(8), at_master)
+        try:
+            publish_late(settings, endpoint)
+        except HandshakePeerLostError:
+            listener.close()
+            raise
+    risk = ""
+    if not address:
+        risk = f"whoever reaches port {port} of this host can take part in this job's handshakes, or answer them"
+    elif store is None and settings.port is None and not any(map(os.environ.get, SESSION_VARIABLES)):
+        risk = "another job of this user on this host would meet this one, as nothing tells them apart"
+    if risk and not endpoint.secret:
+        logger.warning("handshake: there is no secret: %s. Set %s to the same text on all ranks", risk, SECRET_VARIABLE)
     return listener, endpoint
 
 
@@ -250,86 +275,80 @@ def publish_late(settings: Settings, endpoint: Endpoint) -> bool:
     try:
         store.set(_STORE_KEY.format(settings.coordinator_rank), published)
     except Exception as error:  # a store may be any class of the user's
-        raise _store_failed(error, None) from error
+        raise _store_failed(error) from error
     return True
 
 
-def find_endpoint(settings: Settings, deadline: Deadline) -> Endpoint:
-    """On every other rank: where the coordinator listens, from the store if there is one. Raises HandshakeConfigError:
-    port 0 was given, and nobody says what the kernel picked; HandshakePeerLostError: the coordinator did not publish
-    itself by the deadline, or the store failed until then; HandshakeProtocolError: another release published itself."""
-    store, rank, seconds = settings.store(), settings.coordinator_rank, deadline.seconds
+def find_endpoint(settings: Settings) -> Endpoint:
+    """On every other rank: where the coordinator listens, from the store if there is one. Raises LookupError: the
+    coordinator has not published itself yet; HandshakeConfigError: port 0 was given, and nobody says what the kernel
+    picked; HandshakePeerLostError: the store failed; HandshakeProtocolError: another release published itself."""
+    store, rank = settings.store(), settings.coordinator_rank
     if store is None and settings.port == 0:
         how = "the other ranks need the port that it was given (Handshake.address on that rank)"
         raise HandshakeConfigError(f"port 0 (from {settings.port_source}) is for the coordinator, rank {rank}; {how}")
     if store is None:
         return _agreed_endpoint(settings, settings.port or DEFAULT_PORT)
     key = _STORE_KEY.format(rank)
-    while True:
-        attempt = Deadline(max(0.01, min(STORE_WAIT_S, deadline.remaining())))
-        try:
-            store.wait([key], timedelta(seconds=attempt.seconds))
-            text = store.get(key)
-            break
-        except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
-            left = attempt.remaining()
-            time.sleep(left)
-            if deadline.remaining():
-                continue
-            if left > attempt.seconds / 2:  # it did not wait for as long as it was told to
-                raise _store_failed(error, seconds) from error
-            what = f"the coordinator, rank {rank}, has not published its address within {seconds:.1f} s"
-            how = "make a Handshake() on that rank too, which starts the coordinator"
-            raise HandshakePeerLostError(f"{what}: {how}", ranks=[rank], seconds=seconds) from error
+    try:
+        # Not `wait`: torch logs each one that ends in vain, and on each rank.
+        is_there = store.check([key])
+        text = store.get(key) if is_there else b""
+    except Exception as error:  # a store may be any class of the user's, and torch's raise RuntimeError for all
+        raise _store_failed(error) from error
+    if not is_there:
+        how = "make a Handshake() on that rank too, which starts the coordinator"
+        raise LookupError(f"the coordinator, rank {rank}, has not published its address there: {how}")
     try:
         published = Endpoint(**json.loads(text))
-        hosts = dict.fromkeys([_master(store) if published.at_master else None, *published.hosts])
+        master = _master(settings, store)
+        hosts = dict.fromkeys([master if published.at_master else "", *published.hosts, master, settings.host])
         secret = (settings.secret or "") if published.secret is None else published.secret
         return published._replace(hosts=tuple(host for host in hosts if host), secret=secret)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
         what = f"what the job's store holds under {key} does not describe a coordinator"
-        how = "install the same release on all hosts"
-        raise HandshakeProtocolError(f"{what} ({_vocabulary.shorten(repr(text))}): {how}") from error
+        raise HandshakeProtocolError(f"{what}: install the same release on all hosts") from None
 
 
 def _agreed_endpoint(settings: Settings, port: int) -> Endpoint:
-    """Where there is no store. The session tells jobs apart that share a machine, by the launcher's names for them."""
-    session = "/".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    """Where there is no store. The session tells jobs apart that share a machine."""
+    session = "/".join([f"user {os.getuid()}", *filter(None, map(os.environ.get, SESSION_VARIABLES))])
     data = session.encode("utf-8", "surrogatepass")
     if len(data) > MAX_SESSION_BYTES or not session.isprintable():
         session = f"{ascii(session)[1:101]}#{hashlib.blake2b(data, digest_size=16).hexdigest()}"
-    return Endpoint((settings.host,), port, settings.secret or "", session)
+    return Endpoint((settings.host or "localhost",), port, settings.secret or "", session)
 
 
-def _store_failed(error: Exception, seconds: float | None) -> HandshakePeerLostError:
+def _store_failed(error: Exception) -> HandshakePeerLostError:
     line = _vocabulary.shorten((str(error).splitlines() or [type(error).__name__])[0], 300)
     what = f"the job's store failed, through which the handshake's coordinator is found: {line}"
     how = "Its server, in most jobs in the process of rank 0 or in the launcher, may be gone: look at that process"
-    return HandshakePeerLostError(f"{what}. {how}", seconds=seconds)
+    return HandshakePeerLostError(f"{what}. {how}")
 
 
-def _master(store: Any) -> str | None:
-    """The host that every rank of a job with a store has found, as this rank names it; None for a store in a file."""
+def _server(store: Any) -> Any:
     while hasattr(store, "underlying_store"):  # it only puts a prefix to keys
         store = store.underlying_store
-    host = getattr(store, "host", None) or os.environ.get(ADDRESS_VARIABLE)
-    return host.strip("[]") if isinstance(host, str) and host else None
+    return store
 
 
-def _is_for_this_host(settings: Settings, master: str | None, has_store: bool) -> bool:
+def _master(settings: Settings, store: Any) -> str:
+    """The host that every rank has found, as this rank names it; "" if there is none, as with a store in a file."""
+    host = getattr(_server(store), "host", None)
+    return host.strip("[]") if isinstance(host, str) and host else settings.host
+
+
+def _is_for_this_host(settings: Settings, has_store: bool) -> bool:
     """Whether only ranks on this host are to reach the coordinator; see the module's docstring."""
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    on_one_host = local_world_size == str(settings.world_size)
-    if has_store and local_world_size:
-        return on_one_host
-    if master is None or not all(map(_is_loopback, _resolve(master))):
-        return False
-    return on_one_host or _MEANS_LOOPBACK.fullmatch(master) is not None
+    if not has_store and not settings.host:
+        return True
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(settings.world_size)
+    return on_one_host and (has_store or all(map(_is_loopback, _resolve(settings.host))))
 
 
 def loopback_address(host: str) -> str:
     """This host's own address: one that `host` leads to, if it leads to one here."""
-    return next(filter(_is_loopback, _resolve(host)), "127.0.0.1")
+    return next(filter(_is_loopback, _resolve(host or "localhost")), "127.0.0.1")
 
 
 def _is_loopback(address: str) -> bool:
@@ -346,7 +365,7 @@ def _resolve(host: str) -> list[str]:
     return sorted(addresses, key=lambda address: ":" in address)
 
 
-def _ways_here(master: str | None) -> tuple[list[str], bool]:
+def _ways_here(master: str) -> tuple[list[str], bool]:
     """What leads the job's ranks to this host, best first; and whether the master's address does."""
     targets = _resolve(master) if master else []
     sources = {}  # by target, the address from which this host would send there

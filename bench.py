@@ -66,7 +66,7 @@ def groups_of(rank: int, world_size: int, kind: str) -> dict[handshake.ProcessGr
 
 def run_rank(kind: str, rank: int, world_size: int, port: int, votes: int) -> None:
     """A rank: prints the coordinator's port if it is rank 0, then what it measured; ends when its stdin does."""
-    options = {"world_size": world_size, "host": "127.0.0.1", "port": port, "stage": "DISPATCH_STAGE"}
+    options = {"world_size": world_size, "port": port, "stage": "DISPATCH_STAGE"}
     mine = handshake.Handshake(rank, mode="observe" if kind == "observe" else "enforce", **options)  # type: ignore[arg-type]
     while rank == 0 and mine._session._coordinator is None:  # one that observes starts it in the background
         time.sleep(0.001)
@@ -241,7 +241,7 @@ def dispatches(ranks: Sequence[int], rounds: int, votes: int) -> Iterator[list[s
 
 def simulated_cpu(world_size: int, two_groups: bool) -> float:
     """The coordinator's own CPU time for a vote, in seconds, with all the ranks' connections in this process."""
-    settings = {"current_rank": 0, "world_size": world_size, "host": "127.0.0.1", "port": 0}
+    settings = {"current_rank": 0, "world_size": world_size, "port": 0}
     session = handshake._Session(_rendezvous.Settings.resolve(settings))
     endpoint, pid = session.endpoint, session._coordinator.pid if session._coordinator else None
     if endpoint is None or pid is None:
@@ -256,7 +256,7 @@ def simulated_cpu(world_size: int, two_groups: bool) -> float:
         for rank in range(world_size):
             client = _client.Client(rank, world_size)
             deadline = _rendezvous.Deadline(PATIENCE_S)
-            _client.connect(client, lambda _: endpoint, {**session.facts(), "rank": rank}, deadline)
+            _client.connect(client, lambda: endpoint, {**session.facts(), "rank": rank}, deadline)
             mine = [groups[rank // side], groups[side + rank % side]] if two_groups else groups
             clients.append((client, client.resolve(dict.fromkeys(mine, 1))))
         steps = max(2, SIMULATED_VOTES // world_size)

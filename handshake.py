@@ -148,12 +148,12 @@ class _Session:
             self._connect_within = _rendezvous.Deadline(self.settings.timeout_s)
             return self._connect_within
 
-    def find(self, deadline: _rendezvous.Deadline) -> _rendezvous.Endpoint:
+    def find(self) -> _rendezvous.Endpoint:
         """Where the coordinator is (`_rendezvous.find_endpoint`); this rank's own is on this host."""
         if self.endpoint is not None:
             own = _rendezvous.loopback_address(self.settings.host)
             return self.endpoint._replace(hosts=(own, *self.endpoint.hosts))
-        return _rendezvous.find_endpoint(self.settings, deadline)
+        return _rendezvous.find_endpoint(self.settings)
 
     def publish(self) -> None:
         """Where the coordinator was started before the job had a store, in which the other ranks look now."""
@@ -626,9 +626,10 @@ def submit_handshake_async(
 
 
 def _select_handshake_port(current_rank: int | None = None, coordinator_rank: int | None = None) -> int:
-    """The coordinator's port, on any rank. It is bound already: this opens the process's handshake."""
+    """The coordinator's port, on any rank. It is bound already: this opens the process's handshake, and connects."""
     session = Handshake(current_rank, coordinator_rank)._session
-    return session.find(_rendezvous.Deadline(session.settings.timeout_s)).port
+    session.connected()
+    return session.find().port
 
 
 def record_eager_collectives(pg: _vocabulary.GroupLike, num_collectives: int) -> None:
@@ -764,8 +765,8 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 def main(arguments: list[str]) -> int:
     """`python handshake.py explain FILE FILE …`: what differs between graphs that were printed or logged."""
-    texts = _extra("_graph_text")
-    return 2 if texts is None else int(texts.main(arguments))
+    command = _extra("_graph_explain")
+    return 2 if command is None else int(command.main(arguments))
 
 
 if __name__ == "__main__":

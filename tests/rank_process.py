@@ -60,7 +60,7 @@ class RankProcess:
         return self.answer()
 
     def make(self, rank, port, world_size=3, **options):
-        options = {"host": "127.0.0.1", "timeout_s": PATIENCE_S, **options}
+        options = {"timeout_s": PATIENCE_S, **options}
         return self.call("make", current_rank=rank, world_size=world_size, port=port, **options)["value"]
 
 

@@ -2,9 +2,11 @@
 """Ranks for the tests: several in one process, each in a thread, or a peer that says whatever a test wants."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
+from typing import Any, NamedTuple
 
 from layout import load
 
@@ -45,7 +47,7 @@ def open_rank(rank, coordinator_rank=0, **options):
 @contextlib.contextmanager
 def job(world_size, coordinator_rank=0, coordinator="thread", timeout_s=PATIENCE_S, ranks=None, **options):
     """The handshakes of all the ranks of a world, in this process. In the end they are closed, the coordinator last."""
-    options = {"world_size": world_size, "timeout_s": timeout_s, "host": "127.0.0.1", **options}
+    options = {"world_size": world_size, "timeout_s": timeout_s, **options}
     with contextlib.ExitStack() as stack:
         of_first = {"port": 0, "coordinator": coordinator, **options}
         first = stack.enter_context(open_rank(coordinator_rank, coordinator_rank, **of_first))
@@ -96,6 +98,18 @@ def until(condition, what="it"):
     return found
 
 
+class Welcome(NamedTuple):
+    """What a coordinator said of itself when it let a rank in."""
+
+    facts: dict[str, Any]
+
+
+class Refused(NamedTuple):
+    """Why it did not."""
+
+    reason: str
+
+
 class Peer:
     """A connection to a coordinator, frame by frame."""
 
@@ -130,7 +144,28 @@ class Peer:
 
     def hello(self, rank, secret="", **facts):
         """Says who it is; returns the answer."""
-        nonce = self.receive().nonce
-        said = _protocol.write_facts({"rank": rank, "host": "somewhere", "pid": 12345, **facts})
-        self.send(_protocol.Hello(_protocol.proof(secret.encode(), nonce, said), said))
-        return self.receive()
+        return self.hello_of({"rank": rank, "host": "somewhere", "pid": 12345, **facts}, secret, facts.get("session"))
+
+    def hello_of(self, facts, secret="", session=None):
+        """The same with any facts, or any bytes."""
+        said, nonce = _protocol.write_facts(facts), os.urandom(_protocol.NONCE_BYTES)
+        proof = _protocol.proof(secret, str(session), self.receive().nonce + nonce, "rank", said)
+        self.send(_protocol.Hello(nonce, proof, said))
+        answer = self.receive()
+        if not isinstance(answer, _protocol.Answer):
+            return answer
+        about = _protocol.read_facts(answer.facts)
+        return Refused(about["refused"]) if "refused" in about else Welcome(about)
+
+
+def let_in(sock, facts, secret="secret", session="s", behind=b""):
+    """Plays a coordinator, which lets in the rank that has connected; `behind` are frames behind its answer."""
+    nonce = os.urandom(_protocol.NONCE_BYTES)
+    sock.sendall(_protocol.encode(_protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, nonce)))
+    decoder = _protocol.Decoder(_protocol.FROM_STRANGER)
+    messages = []
+    while not messages:
+        messages += decoder.feed(sock.recv(65536))
+    said = _protocol.write_facts(facts)
+    proof = _protocol.proof(secret, session, nonce + messages[0].nonce, "coordinator", said)
+    sock.sendall(_protocol.encode(_protocol.Answer(proof, said)) + behind)

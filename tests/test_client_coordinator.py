@@ -13,7 +13,7 @@ import types
 
 import pytest
 from layout import load
-from ranks import PATIENCE_S, Peer, counts, together, until
+from ranks import PATIENCE_S, Peer, Refused, Welcome, counts, let_in, together, until
 
 _client = load("_client")
 _consensus = load("_consensus")
@@ -62,7 +62,7 @@ class Running:
         """A rank that is played frame by frame, and has declared these groups, from number 0 on."""
         made = Peer(self.port)
         answer = made.hello(rank, "secret", world_size=self.world_size, session="s")
-        assert isinstance(answer, _protocol.Welcome), answer
+        assert isinstance(answer, Welcome), answer
         made.send(*(_protocol.Group(number, ranks) for number, ranks in enumerate(declared)))
         return made
 
@@ -81,12 +81,12 @@ def running(world_size=2, kind="thread", timeout_s=PATIENCE_S, listener=None):
         made.close()
 
 
-def connect(port, rank=1, world_size=2, hosts=("127.0.0.1",), within_s=PATIENCE_S, **facts):
+def connect(port, rank=1, world_size=2, hosts=("127.0.0.1",), within_s=PATIENCE_S, find=None, **facts):
     """A client, connected to what listens there."""
     client = _client.Client(rank, world_size)
     endpoint = _rendezvous.Endpoint(hosts, port, "secret", "s")
     facts = {"rank": rank, "world_size": world_size, "coordinator_rank": 0, "host": "h", "pid": rank, **facts}
-    _client.connect(client, lambda deadline: endpoint, facts, _rendezvous.Deadline(within_s))
+    _client.connect(client, find or (lambda: endpoint), facts, _rendezvous.Deadline(within_s))
     return client
 
 
@@ -432,10 +432,8 @@ def test_a_rank_has_a_timeout_of_its_own():
 @pytest.mark.parametrize("timeout_s", ["9" * 400, "-1", "0", "NaN", "Infinity", '"soon"', "null", "[1]"])
 def test_a_senseless_timeout_harms_nobody(timeout_s):
     with running() as job, Peer(job.port) as peer:
-        nonce = peer.receive().nonce
         facts = f'{{"rank": 1, "world_size": 2, "session": "s", "timeout_s": {timeout_s}}}'.encode()
-        peer.send(_protocol.Hello(_protocol.proof(b"secret", nonce, facts), facts))
-        assert isinstance(peer.receive(), _protocol.Welcome)
+        assert isinstance(peer.hello_of(facts, "secret", "s"), Welcome)
         zero = job.client(0)
         pending = cast(zero, (PAIR, 0, 1))
         peer.send(_protocol.Group(0, PAIR), _protocol.encode_vote(1, 0, A, (0, 0, 1)))
@@ -809,7 +807,7 @@ def raw_group(*runs):
 BREACHES = {
     "random bytes": bytes(range(255, -1, -1)),
     "a frame without end": struct.pack("!IB", 2**32 - 1, _protocol.EXTRA),
-    "a second hello": _protocol.encode(_protocol.Hello(bytes(16), b'{"rank":1}')),
+    "a second hello": _protocol.encode(_protocol.Hello(bytes(16), bytes(16), b'{"rank":1}')),
     "a verdict": _protocol.encode_verdict(1, FAT),
     "a group again": _protocol.encode(_protocol.Group(0, PAIR)),
     "a group of others": _protocol.encode(_protocol.Group(1, (0, 2))),
@@ -898,7 +896,7 @@ def test_a_rank_that_reads_nothing_is_dropped(monkeypatch):
 def test_strangers_who_say_nothing_are_closed(monkeypatch):
     monkeypatch.setattr(_coordinator, "HELLO_WITHIN_S", 0.05)
     with running() as job, Peer(job.port) as silent, Peer(job.port) as slow:
-        slow.send(_protocol.encode(_protocol.Hello(bytes(16), b"{}"))[:10])
+        slow.send(_protocol.encode(_protocol.Hello(bytes(16), bytes(16), b"{}"))[:10])
         for stranger in (silent, slow):
             assert isinstance(stranger.receive(), _protocol.Greeting)
             assert stranger.receive() is None
@@ -977,7 +975,7 @@ def test_a_process_that_connects_and_closes_without_end_stops_neither_votes_nor_
 def refusal(job, rank, secret="secret", **facts):
     with Peer(job.port) as peer:
         said = peer.hello(rank, secret, **{"world_size": job.world_size, "session": "s", **facts})
-        assert isinstance(said, _protocol.Refused), said
+        assert isinstance(said, Refused), said
         assert peer.receive() is None
         return said.reason
 
@@ -985,7 +983,7 @@ def refusal(job, rank, secret="secret", **facts):
 def test_refusals_say_what_differs_and_whose_it_is():
     with running() as job:
         reason = refusal(job, 1, "guessed")
-        assert "rank 1 (somewhere:12345) does not know the secret of the coordinator (rank 0, here:1)" in reason
+        assert "it says that it is rank 1, but does not know the secret of the coordinator (rank 0, here:1)" in reason
         assert "TORCH_TPU_INTERNAL_HANDSHAKE_SECRET" in reason
         reason = refusal(job, 1, session="other")
         assert "session differs: other on rank 1 (somewhere:12345), s on the coordinator (rank 0, here:1)" in reason
@@ -1001,7 +999,7 @@ def test_refusals_say_what_differs_and_whose_it_is():
 def test_a_stranger_can_not_write_lines_of_its_own_into_logs(caplog):
     with running(timeout_s=0.15) as job:
         zero = job.client(0)
-        assert "guessed" not in refusal(job, 1, "guessed", host="evil\nhandshake: all is well", pid="\x1b[2J")
+        refusal(job, 1, world_size=3, host="evil\nhandshake: all is well", pid="\x1b[2J")
         pending = cast(zero, (PAIR, 0, 1))
         assert answer(zero, pending) == TIMEOUT and "rank 1 (evil" in pending.facts["reason"]
         for text in [pending.facts["reason"], *(record.getMessage() for record in caplog.records)]:
@@ -1011,9 +1009,7 @@ def test_a_stranger_can_not_write_lines_of_its_own_into_logs(caplog):
 @pytest.mark.parametrize("facts", [b"[1]", b"{", b"\xff", b"[" * 4000, b'{"a":' + b"9" * 4080 + b"}"])
 def test_a_hello_that_is_not_an_object_ends_that_connection_alone(facts):
     with running() as job, Peer(job.port) as peer:
-        nonce = peer.receive().nonce
-        peer.send(_protocol.Hello(_protocol.proof(b"secret", nonce, facts), facts))
-        assert not isinstance(peer.receive(), _protocol.Welcome)
+        assert not isinstance(peer.hello_of(facts, "secret"), Welcome)
         assert outcomes(job.all_clients(), (PAIR, 0, 1)) == [FAT, FAT]
 
 
@@ -1025,18 +1021,22 @@ def test_a_refused_client_gets_the_reason_and_the_coordinators_rank_logs_it(capl
         with pytest.raises(_vocabulary.HandshakeProtocolError, match="two processes say that they are rank 1"):
             job.client(1)
         assert outcomes([job.client(0), one], (PAIR, 0, 1)) == [FAT, FAT]
-    logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == 2
-    assert "coordinator: a connection from 127.0.0.1 was refused: rank 5 (h:5) is outside the world" in logged[0]
+    twins = "two processes say that they are rank 1: h:1, which is connected"
+    of_coordinator = "handshake: coordinator: a connection from 127.0.0.1 was refused: "
+    logged = sorted(record.getMessage() for record in caplog.records)
+    assert len(logged) == 3
+    assert logged[0].startswith(f"{of_coordinator}rank 5 (h:5) is outside the world")
+    assert logged[1].startswith(f"{of_coordinator}{twins}")
+    assert logged[2].startswith(f"handshake: {twins}"), "rank 1 is told too"
 
 
 # ---------------------------------------------------------------------- what a rank finds instead of a coordinator
 
 
 @contextlib.contextmanager
-def listening(serve):
+def listening(serve, listener=None):
     """A server that treats each connection with `serve(socket)`. Gives its port."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listener or socket.create_server(("127.0.0.1", 0))
     open_sockets = []
 
     def run():
@@ -1065,7 +1065,8 @@ def listening(serve):
 
 
 GREETING = _protocol.encode(_protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, bytes(16)))
-WELCOME = _protocol.encode(_protocol.Welcome({"rank": 0, "world_size": 2, "host": "h", "pid": 7}))
+COORDINATOR = {"rank": 0, "world_size": 2, "host": "h", "pid": 7}
+ANSWER = _protocol.encode(_protocol.Answer(bytes(16), b"{}"))
 OTHER_MAGIC = _protocol.encode(_protocol.Greeting(b"TPU-XX\r\n", _protocol.VERSION, bytes(16)))
 BANNERS = [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(range(64)), OTHER_MAGIC, GREETING * 2]
 BANNER_NAMES = ["ssh", "http", "other bytes", "other magic", "two greetings"]
@@ -1074,35 +1075,124 @@ BANNER_NAMES = ["ssh", "http", "other bytes", "other magic", "two greetings"]
 @pytest.mark.parametrize("banner", BANNERS, ids=BANNER_NAMES)
 def test_somebody_elses_server(banner):
     with listening(lambda sock: sock.sendall(banner)) as port:
-        with pytest.raises(_vocabulary.HandshakeProtocolError) as error:
-            connect(port)
-        assert f"what listens on 127.0.0.1 port {port} is not a handshake coordinator" in str(error.value)
+        with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+            connect(port, within_s=0.1)
+        assert f"127.0.0.1 port {port}: what listens there is not a coordinator" in str(error.value)
         assert "TORCH_TPU_INTERNAL_HANDSHAKE_PORT" in str(error.value)
 
 
-def test_a_stranger_at_one_address_does_not_hide_the_coordinator_at_the_next():
+def other_job(sock):
+    """A coordinator of a job with another secret, which lets in anybody."""
+    let_in(sock, COORDINATOR, secret="another")
+
+
+def mirror(sock):
+    """A stranger who says what it hears, and so proves what the rank has proved."""
+    sock.sendall(GREETING)
+    decoder = _protocol.Decoder(_protocol.FROM_STRANGER)
+    [hello] = decoder.feed(sock.recv(65536))
+    sock.sendall(_protocol.encode(_protocol.Answer(hello.proof, hello.facts)))
+
+
+def refuses(sock):
+    """A stranger who has its own ideas of what a rank should do."""
+    sock.sendall(GREETING)
+    sock.recv(65536)
+    sock.sendall(_protocol.encode(_protocol.Answer(bytes(16), b'{"refused": "call this number"}')))
+
+
+def speaks_first(sock):
+    sock.sendall(BANNERS[0])
+
+
+def says_nothing(sock):
+    pass
+
+
+@pytest.mark.parametrize("stranger", [speaks_first, says_nothing, other_job, mirror, refuses])
+def test_a_stranger_at_one_address_does_not_hide_the_coordinator_at_the_next(stranger):
     with running() as job:
         try:
-            stranger = socket.create_server(("127.0.0.2", job.port))
+            listener = socket.create_server(("127.0.0.2", job.port))
         except OSError:
             pytest.skip("this host has one loopback address only")
-        with stranger:
-
-            def serve():
-                accepted, _ = stranger.accept()
-                with accepted:
-                    accepted.sendall(BANNERS[0])
-
-            client, _ = together(lambda: connect(job.port, hosts=("127.0.0.2", "127.0.0.1")), serve)
+        with listening(stranger, listener):
+            started = time.monotonic()
+            client = connect(job.port, hosts=("127.0.0.2", "127.0.0.1"))
+            assert time.monotonic() - started < 2.0
         assert client.coordinator["host"] == "here"
         client.close("done")
+
+
+@pytest.mark.parametrize("stranger", [other_job, mirror, refuses])
+def test_what_a_coordinator_says_that_does_not_know_the_secret_is_believed_by_nobody(stranger, caplog):
+    with listening(stranger) as port:
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="the coordinator there is another job's") as error:
+            connect(port, within_s=0.2)
+    assert "number" not in str(error.value) + caplog.text
+
+
+def test_a_recorded_conversation_is_worth_nothing():
+    said = []
+    with running() as job, Peer(job.port) as honest, Peer(job.port) as replaying:
+        honest.send = lambda hello: said.append(hello) or Peer.send(honest, hello)
+        assert isinstance(honest.hello(1, "secret", world_size=2, session="s"), Welcome)
+        replaying.receive()
+        replaying.send(said[0])
+        answer = replaying.receive()
+        assert "refused" in _protocol.read_facts(answer.facts)
+        assert b"does not know the secret" in answer.facts
+
+
+def test_an_address_of_an_earlier_attempt_is_left_for_the_right_one():
+    """The job's store holds it until the coordinator of this attempt has published itself."""
+    with running() as job, listening(other_job) as stale, socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = taken.getsockname()[1]
+        taken.close()
+        published = iter([None, dead, stale, stale])
+        endpoint = _rendezvous.Endpoint(("127.0.0.1",), job.port, "secret", "s")
+
+        def find():
+            port = next(published, job.port)
+            if port is None:
+                raise LookupError("nobody has published itself")
+            return endpoint._replace(port=port)
+
+        client = connect(job.port, find=find)
+        assert client.coordinator["host"] == "here"
+        client.close("done")
+
+
+def test_a_search_that_fails_says_what_happened_at_each_address():
+    with listening(other_job) as port:
+        hosts = ("127.0.0.1", "no-such-host.invalid", "127.0.0.3")
+        with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+            connect(port, within_s=0.2, hosts=hosts)
+    text = str(error.value)
+    assert f"127.0.0.1 port {port}: the coordinator there is another job's" in text
+    assert "no-such-host.invalid: " in text
+    assert f"127.0.0.3 port {port}: Connection refused" in text
+
+
+def test_a_long_search_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(_client, "FIRST_NOTICE_S", 0.1)
+    monkeypatch.setattr(_client, "NOTICE_FACTOR", 1000)
+
+    def find():
+        raise LookupError("it is not published")
+
+    with pytest.raises(_vocabulary.HandshakePeerLostError, match="the job's store: it is not published"):
+        connect(1, within_s=0.4, find=find)
+    assert [record.getMessage() for record in caplog.records] == [
+        "handshake: rank 1 still looks for the coordinator: the job's store: it is not published"
+    ]
 
 
 def test_a_coordinator_of_another_version_is_known_by_its_greeting():
     other = _protocol.encode(_protocol.Greeting(_protocol.MAGIC, _protocol.VERSION + 1, bytes(16), b"and more"))
     with listening(lambda sock: sock.sendall(other)) as port:
-        with pytest.raises(_vocabulary.HandshakeProtocolError) as error:
-            connect(port)
+        with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
+            connect(port, within_s=0.1)
         text = str(error.value)
         assert f"speaks version {_protocol.VERSION + 1} of the handshake protocol" in text
         assert f"rank 1 version {_protocol.VERSION}:" in text
@@ -1132,11 +1222,17 @@ def test_a_name_that_does_not_resolve():
         connect(1, within_s=0.05, hosts=("no-such-host.invalid",))
 
 
-def test_a_coordinator_that_starts_late_is_found(monkeypatch):
+def test_a_coordinator_that_starts_late_is_found():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     tried = threading.Event()
-    monkeypatch.setattr(_client, "time", types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda s: tried.set()))
+    endpoint = _rendezvous.Endpoint(("127.0.0.1",), port, "secret", "s")
+    rounds = iter(range(3))
+
+    def find():
+        if next(rounds, None) is None:
+            tried.set()
+        return endpoint
 
     def start():
         assert tried.wait(PATIENCE_S)
@@ -1144,7 +1240,7 @@ def test_a_coordinator_that_starts_late_is_found(monkeypatch):
             assert connected.wait(PATIENCE_S)
 
     connected = threading.Event()
-    client, nothing = together(lambda: (connect(port), connected.set())[0], start)
+    client, nothing = together(lambda: (connect(port, find=find), connected.set())[0], start)
     assert nothing is None and client.coordinator["host"] == "here"
     client.close("done")
 
@@ -1153,9 +1249,7 @@ def welcoming(*frames, at_vote=()):
     """Lets a rank in, with more frames behind the welcome, and others once it has voted."""
 
     def serve(sock):
-        sock.sendall(GREETING)
-        sock.recv(65536)
-        sock.sendall(b"".join([WELCOME, *frames]))
+        let_in(sock, COORDINATOR, behind=b"".join(frames))
         if at_vote:
             sock.recv(65536)
             sock.sendall(b"".join(at_vote))
@@ -1195,7 +1289,7 @@ def test_a_goodbye_in_one_segment_with_the_welcome():
 BROKEN = {
     "verdict": (_protocol.encode_verdict(99, FAT), "a verdict on vote 99"),
     "nonsense": (b"nonsense and more", "a malformed frame"),
-    "welcome": (WELCOME, "can't come here"),
+    "answer": (ANSWER, "can't come here"),
     "vote": (_protocol.encode_vote(1, 0, A, (0, 0, 1)), "can't come here"),
 }
 
@@ -1214,15 +1308,47 @@ def test_a_coordinator_that_breaks_the_protocol(name):
 @pytest.mark.parametrize("name", ["verdict", "nonsense"])
 def test_a_coordinator_that_breaks_the_protocol_right_behind_its_welcome(name):
     """The rank knows no more of it than that; it is not connected, and says so again."""
-    data, words = BROKEN[name]
+    data, words = {**BROKEN, "nonsense": (b"nonsense and more", "is not a coordinator")}[name]
     with listening(welcoming(data)) as port:
         client = _client.Client(1, 2)
         endpoint = _rendezvous.Endpoint(("127.0.0.1",), port, "secret", "s")
         for _ in range(2):
-            with pytest.raises(_vocabulary.HandshakeProtocolError, match=words):
+            with pytest.raises(_vocabulary.HandshakeError, match=words):
                 facts = {"rank": 1, "coordinator_rank": 0}
-                _client.connect(client, lambda deadline: endpoint, facts, _rendezvous.Deadline(PATIENCE_S))
+                _client.connect(client, lambda: endpoint, facts, _rendezvous.Deadline(0.1))
             assert not client.is_connected
+
+
+def test_a_host_that_vanishes_is_noticed_with_bytes_under_way_too():
+    """Keepalive is silent then."""
+    with running() as job:
+        listener = job.server._listener
+        _client.prepare_socket(listener)
+        client = job.client(1)
+        [connection] = job.server._of_rank.values()
+        for sock in (client._sock, connection.sock):
+            idle, interval, count, unacknowledged_ms = (
+                sock.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+            )
+            assert idle + interval * count <= 30 and 0 < unacknowledged_ms <= 30_000
+
+
+def test_a_network_that_is_down_is_called_so():
+    with running() as job:
+        client = job.client(1)
+        client._sock = Hooked(client._sock, recv=failing(TimeoutError(errno.ETIMEDOUT, "Connection timed out")))
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="the network between the hosts, or that host, is"):
+            outcome(client, (PAIR, 0, 1))
+
+
+@pytest.mark.parametrize("said", [b"[1]", b"{", b"\xff", b"[" * 4000])
+def test_an_answer_that_is_not_an_object_is_another_programs(said):
+    def serve(sock):
+        let_in(sock, said)
+
+    with listening(serve) as port, pytest.raises(_vocabulary.HandshakePeerLostError, match=f"port {port}: "):
+        connect(port, within_s=0.1)
 
 
 def test_a_coordinator_that_hangs():

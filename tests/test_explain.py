@@ -3,8 +3,10 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import pty
 import random
 import re
 import subprocess
@@ -15,14 +17,14 @@ import pytest
 from layout import PACKAGE, TESTS, child_environment, load, module_file
 from printed_graphs import VOCABULARY, assert_page_is_self_contained, big_text, small, without_rank
 
-_graph_text = load("_graph_text")
+_graph_explain, _graph_text = load("_graph_explain"), load("_graph_text")
 
 
-def explain_files(tmp_path, files, html=None, times=1):
+def explain_files(tmp_path, files, html=None, times=1, json_path=None):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = _graph_text.explain_files([str(tmp_path / name) for name in files] * times, html)
+        status = _graph_explain.explain_files([str(tmp_path / name) for name in files] * times, html, json_path)
     return status, out.getvalue()
 
 
@@ -166,8 +168,8 @@ def test_values_that_are_not_in_the_texts_are_not_said_to_be_the_same(tmp_path):
     status, out = explain_files(tmp_path, {"rank0.txt": text, "rank1.txt": text}, str(page))
     assert status == 0
     assert out.endswith("ranks 0-1 have the same 1 graph, as far as these texts tell\n")
-    assert "do not hold the values of _tensor_constant0" in out and "graph_text" in out and "fingerprints" in out
-    assert "values of _tensor_constant0" in page.read_text()
+    assert "do not hold the value of _tensor_constant0" in out and "graph_text" in out and "fingerprints" in out
+    assert "value of _tensor_constant0" in page.read_text()
     # Not where the values, or the fingerprints, are there.
     known = small("c = self._tensor_constant0\ny = x + c\nreturn (y,)", "# handshake: constant _tensor_constant0 = [1]")
     parameter = small("c = self.weight\ny = x + c\nreturn (y,)", "# handshake: group 0 = ranks 0-1; size 2")
@@ -210,18 +212,14 @@ def test_files_that_cannot_be_compared(tmp_path, files, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+def test_files_that_cannot_be_read(tmp_path, capsys):
     good = tmp_path / "rank0.txt"
     good.write_text(VOCABULARY[0])
     for path, why in ((tmp_path / "missing.txt", "No such file"), (tmp_path, "Is a directory")):
-        assert _graph_text.main(["explain", str(good), str(path)]) == 2
+        assert _graph_explain.main(["explain", str(good), str(path)]) == 2
         assert f"{path} can't be read: {why}" in capsys.readouterr().err
-    assert _graph_text.main(["explain", str(good), "/dev/zero"]) == 2
+    assert _graph_explain.main(["explain", str(good), "/dev/zero"]) == 2
     assert "/dev/zero is not a text file" in capsys.readouterr().err
-    monkeypatch.setattr(_graph_text, "MAX_FILE_BYTES", 5000)
-    (tmp_path / "large.txt").write_text("y" * 5001)
-    assert _graph_text.main(["explain", str(good), str(tmp_path / "large.txt")]) == 2
-    assert "large.txt is larger than" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -236,7 +234,7 @@ def two_files(tmp_path):
 def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, two_files, name, capsys):
     before = sorted(tmp_path.iterdir())
     page = f"{tmp_path}/{name}"
-    assert _graph_text.main(["explain", *two_files, "--html", page]) == 2
+    assert _graph_explain.main(["explain", *two_files, "--html", page]) == 2
     captured = capsys.readouterr()
     assert f"could not be written to {page}: " in captured.err and ".part" not in captured.err
     assert "18992 · rank" in captured.out, "the text is there all the same"
@@ -244,7 +242,7 @@ def test_a_page_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, two
 
 
 def test_a_device_is_written_as_it_is_and_stays_one(two_files, capsys):
-    assert _graph_text.main(["explain", *two_files, "--html", "/dev/full"]) == 2
+    assert _graph_explain.main(["explain", *two_files, "--html", "/dev/full"]) == 2
     assert "could not be written to /dev/full: No space left" in capsys.readouterr().err
     assert Path("/dev/full").is_char_device()
 
@@ -258,7 +256,7 @@ def test_the_page_never_takes_the_place_of_an_input(tmp_path, two_files, alias, 
         page.hardlink_to(two_files[1])
     else:
         page = two_files[1] if alias == "itself" else f"{tmp_path}/../{tmp_path.name}/rank1.txt"
-    assert _graph_text.main(["explain", *two_files, "--html", str(page)]) == 2
+    assert _graph_explain.main(["explain", *two_files, "--html", str(page)]) == 2
     assert "would overwrite" in capsys.readouterr().err
     assert Path(two_files[1]).read_text() == VOCABULARY[1]
 
@@ -266,7 +264,7 @@ def test_the_page_never_takes_the_place_of_an_input(tmp_path, two_files, alias, 
 def test_a_page_of_before_is_replaced_also_through_a_link(tmp_path, two_files):
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
-    assert _graph_text.main(["explain", *two_files, "--html", str(tmp_path / "link.html")]) == 1
+    assert _graph_explain.main(["explain", *two_files, "--html", str(tmp_path / "link.html")]) == 1
     assert (tmp_path / "link.html").is_symlink()
     assert_page_is_self_contained((tmp_path / "real.html").read_text())
 
@@ -322,12 +320,12 @@ def test_the_usage_is_what_has_to_be_typed(arguments, status):
     ran = run(*arguments)
     said, silent = (ran.stderr, ran.stdout) if status else (ran.stdout, ran.stderr)
     program = f"python -m {PACKAGE}.handshake" if PACKAGE else "python handshake.py"
-    usage = rf"usage: {program} explain FILE FILE \u2026 [--html FILE]"
+    usage = rf"usage: {program} explain FILE FILE \u2026 [--html FILE] [--json FILE]"
     assert (ran.returncode, said.decode().splitlines()[0], silent) == (status, usage, b"")
 
 
 def test_the_page_may_be_named_before_the_files(two_files, tmp_path):
-    assert _graph_text.main(["explain", "--html", str(tmp_path / "page.html"), *two_files]) == 1
+    assert _graph_explain.main(["explain", "--html", str(tmp_path / "page.html"), *two_files]) == 1
     assert_page_is_self_contained((tmp_path / "page.html").read_text())
 
 
@@ -369,3 +367,244 @@ def test_whatever_differs_is_shown_to(tmp_path, argument, changed):
     assert sides and all(left != right for left, right in sides), out
     assert max(map(len, out.splitlines())) < 320
     assert_page_is_self_contained(page.read_text())
+
+
+# --- One file for all ranks, and logs as they are ---
+
+
+def all_ranks(texts, tag="[rank{}]:", prefix="V1130 04:01:00.{} 8 a.py:9] ", noise=()):
+    """One log, in which the lines of the ranks alternate; and lines of others among them."""
+    lines = []
+    for number, of_ranks in enumerate(itertools.zip_longest(*[text.splitlines() for text in texts])):
+        for rank, line in enumerate(of_ranks):
+            if line is not None:
+                lines.append(tag.format(rank) + prefix.format(number) + line)
+        lines += noise
+    return "\n".join(lines) + "\n"
+
+
+NOISE = (
+    "host-3:1011:2021 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM",
+    " 34%|███▍      | 12/35 [00:03<00:06,  3.6it/s]",
+    "\r 35%|███▍      | 13/35 [00:03<00:06,  3.6it/s]",
+    "Loading checkpoint shards",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("tag", "prefix"),
+    [
+        ("[rank{}]:", "V1130 04:01:00.{} 8 a.py:9] "),  # TORCH_LOGS
+        ("[default{}]:", ""),  # torchrun
+        ("[default0]:[rank{}]:", "V1130 04:01:00.{} 8 a.py:9] "),
+        ("[1,{}]<stdout>:", ""),  # mpirun
+        ("  7%|7  | 1/9 [00:03<00:06,  3.6it/s]\r 9%| [rank{}]:", ""),
+    ],
+)
+def test_one_file_holds_all_ranks(tmp_path, tag, prefix):
+    log = all_ranks(map(without_rank, VOCABULARY), tag, prefix, NOISE)
+    status, out = explain_files(tmp_path, {"job.log": log})
+    assert status == 1
+    assert out.startswith("ranks 0-3 have 4 different graphs\n") and "= 18992 · rank" in out
+    same = all_ranks([without_rank(VOCABULARY[0])] * 3, tag, prefix, NOISE)
+    assert explain_files(tmp_path, {"job.log": same}) == (0, "ranks 0-2 have the same 1 graph\n")
+
+
+def test_a_rank_whose_lines_hold_no_graph_is_named(tmp_path):
+    log = all_ranks([without_rank(VOCABULARY[0])] * 2) + "[rank5]:Traceback (most recent call last):\n"
+    status, out = explain_files(tmp_path, {"job.log": log})
+    assert (status, out.splitlines()[0].endswith("job.log has lines of rank 5, but no graph of theirs.")) == (0, True)
+
+
+def test_lines_without_the_prefix_of_the_graph_are_no_part_of_it(tmp_path):
+    prefixed = [all_ranks([without_rank(text)], tag="", noise=NOISE) for text in VOCABULARY[:2]]
+    plain = [all_ranks([without_rank(text)], tag="") for text in VOCABULARY[:2]]
+    noisy, quiet = (
+        explain_files(tmp_path, {f"{rank}.log": log for rank, log in enumerate(logs)}) for logs in (prefixed, plain)
+    )
+    assert noisy == quiet and noisy[0] == 1
+
+
+def test_a_graph_that_is_cut_off_is_said_to_be_first_and_nothing_is_made_of_what_it_lacks(tmp_path):
+    whole = big_text(6)
+    middle = whole.index("n60:")
+    for end in (middle, middle + 15, middle + 60, whole.index("\n", middle) + 1):
+        status, out = explain_files(tmp_path, {"rank0.txt": whole, "rank1.txt": whole[:end]})
+        first, *_, last = out.splitlines()
+        assert first.startswith("Note: the graph at line 1 of ") and "rank1.txt (rank 1) is cut off" in first
+        assert (status, last) == (0, "ranks 0-1 have the same 1 graph, as far as these texts tell")
+    # What is there is compared, whichever side is cut off.
+    for cut in (0, 1):
+        texts = [whole, big_text(6, rank=1)]
+        texts[cut] = texts[cut][: texts[cut].index("n60:")]
+        status, out = explain_files(tmp_path, {"rank0.txt": texts[0], "rank1.txt": texts[1]})
+        assert status == 1 and "is cut off" in out.splitlines()[0]
+        assert "What differs, in 1 place:" in out and "rank 1: 18992" in out
+        assert out.count("\n  - ") == 1 and "graph break" not in out
+
+
+def test_graphs_after_the_place_where_a_log_is_cut_off_are_not_said_to_be_missing(tmp_path):
+    logs = [all_ranks([big_text(6) + text], tag=f"[rank{rank}]:") for rank, text in enumerate((VOCABULARY[0], ""))]
+    logs[1] = logs[1][: logs[1].index("n60:")]
+    status, out = explain_files(tmp_path, {f"{rank}.log": log for rank, log in enumerate(logs)})
+    assert status == 0 and "is cut off" in out.splitlines()[0] and "Only rank" not in out
+    # What it lacks before that is.
+    logs[0] = all_ranks([VOCABULARY[0] + big_text(6)], tag="[rank0]:")
+    status, out = explain_files(tmp_path, {f"{rank}.log": log for rank, log in enumerate(logs)})
+    assert status == 1 and "Only rank 0 has this graph" in out
+
+
+def container(lines, **fields):
+    """As a container's log has them: JSON, and at most 16 KiB of a line in one."""
+    for line in lines:
+        for start in range(0, len(line) + 1, 2**14):
+            yield json.dumps({"log": f"{line}\n"[start : start + 2**14], "stream": "stderr", **fields})
+
+
+@pytest.mark.parametrize("name", ["log", "message", "textPayload"])
+def test_a_containers_log_is_read(tmp_path, name):
+    texts = [big_text(200), big_text(200, rank=1)]
+    assert len(texts[0].splitlines()[1]) > 2**14
+    files = {}
+    for rank, text in enumerate(texts):
+        lines = text.splitlines()
+        as_json = container(lines) if name == "log" else (json.dumps({"level": "INFO", name: line}) for line in lines)
+        files[f"rank{rank}.log"] = "\n".join(as_json)
+    status, out = explain_files(tmp_path, files)
+    assert status == 1 and "What differs, in 1 place:" in out and "rank 1: 18992" in out
+
+
+def test_a_log_that_lacks_repeated_lines_is_said_to(tmp_path):
+    log = all_ranks([without_rank(VOCABULARY[0])] * 2)
+    log += "(Worker pid=3, ip=10.0.0.2) y = x [repeated 3x across cluster] (Ray deduplicates logs by default.)\n"
+    _, out = explain_files(tmp_path, {"job.log": log})
+    first = out.splitlines()[0]
+    assert "job.log lacks lines that several processes wrote" in first and "RAY_DEDUP_LOGS=0" in first
+
+
+def test_a_large_file_is_read_and_a_smaller_setting_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_graph_explain, "LARGE_CHARACTERS", 20_000)
+    log = all_ranks([without_rank(VOCABULARY[0])] * 2)
+    assert "TORCH_LOGS" not in explain_files(tmp_path, {"job.log": log})[1]
+    status, out = explain_files(tmp_path, {"job.log": log + "something else\n" * 2000})
+    assert (status, out.count("TORCH_LOGS=aot_graphs")) == (0, 1)
+
+
+def test_a_large_log_takes_little_memory(tmp_path):
+    """Of what is read the graphs are kept, and what ranks have in common once."""
+    noise = "W1130 04:01:00.123 8 torch/guards.py:3219] [0/1] +- TENSOR_MATCH: check_tensor(L['x'])\n" * 400_000
+    for rank in range(8):
+        (tmp_path / f"rank{rank}.log").write_text(big_text(30, rank) + (noise if rank == 5 else ""))
+    program = (
+        "import re, sys; from layout import load; status = load('_graph_explain').main(sys.argv[1:]); "
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]); sys.exit(status)"
+    )
+    files = [str(tmp_path / f"rank{rank}.log") for rank in range(8)]
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "explain", *files],
+        env=child_environment(), stdout=subprocess.PIPE, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 1 and "ranks 0-7 have 8 different graphs" in ran.stdout
+    assert int(ran.stdout.split()[-1]) < 100_000, "KiB; one of the files has 37 MB"
+
+
+def test_a_terminal_is_told_how_far_it_is(tmp_path, two_files):
+    leader, terminal = pty.openpty()
+    with open(leader, "rb", 0) as reading, open(terminal, "wb", 0) as err:
+        module = ["-m", f"{PACKAGE}.handshake"] if PACKAGE else [str(module_file("handshake"))]
+        command = [sys.executable, *module, "explain", *two_files]
+        ran = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, stderr=err, timeout=60)
+        said = reading.read(2**16).decode()
+    assert ran.returncode == 1 and b"reading" not in ran.stdout
+    assert f"reading {two_files[0]}: 0 of 0 MiB" in said and "comparing variant 2 of 2" in said
+    assert said.endswith("\r\x1b[K"), "nothing is left of it"
+
+
+# --- Groups ---
+
+
+def meshed(rank, columns, rows_of, facts=True, more=""):
+    """A graph with a collective on the rank's row of a mesh, and one on its column; groups are called as one likes."""
+    row, column = divmod(rank, columns)
+    groups = {
+        f"{row}": [row * columns + k for k in range(columns)],
+        f"{100 + column}": [column + k * columns for k in range(rows_of)],
+    }
+    call = "x{} = torch.ops._c10d_functional.all_reduce.default(x, 'sum', '{}')"
+    body = [*[call.format(k, name) for k, name in enumerate(groups)], *([more] if more else [])]
+    fact = "# handshake: group {} = ranks {}; size 8; description mesh"
+    lines = [fact.format(name, ", ".join(map(str, ranks))) for name, ranks in groups.items()]
+    return small("\n".join([*body, "return (x0, x1)"]), "\n".join(lines) if facts else "")
+
+
+@pytest.mark.parametrize("facts", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(8, 8), (4, 16), (2, 2)])
+def test_the_rows_of_a_mesh_are_one_role(tmp_path, rows, columns, facts):
+    texts = {f"rank{rank}.txt": meshed(rank, columns, rows, facts) for rank in range(rows * columns)}
+    status, out = explain_files(tmp_path, texts)
+    *notes, last = out.splitlines()
+    assert status == 0 and last.startswith(f"ranks 0-{rows * columns - 1} have the same 1 graph")
+    assert f"Note: {rows} groups of {columns} ranks that lie alike ('0', '1'" in out
+    assert f"Note: {columns} groups of {rows} ranks that lie alike ('100', '101'" in out
+    assert last.endswith("as far as these texts tell") is not facts and len(notes) == 3 - facts
+    # A difference is told as elsewhere.
+    texts["rank3.txt"] = meshed(3, columns, rows, facts, "y = x + 3")
+    status, out = explain_files(tmp_path, texts)
+    assert status == 1 and " have 2 different graphs" in out and "group:" not in out
+
+
+def test_groups_that_are_not_alike_are_not_one(tmp_path):
+    def text(rank, name, ranks):
+        call = f"y = torch.ops._c10d_functional.all_reduce.default(x, 'sum', '{name}')\nreturn (y,)"
+        return small(call, f"# handshake: rank = {rank}\n# handshake: group {name} = ranks {ranks}; size 2")
+
+    for other in (("1", "1-2"), ("1", "2-4")):  # overlaps; has another size
+        status, out = explain_files(tmp_path, {"rank1.txt": text(1, "0", "0-1"), "rank2.txt": text(2, *other)})
+        assert status == 1 and "group: " in out and "are taken for one" not in out
+
+
+def test_groups_whose_ranks_no_text_tells_are_noted(tmp_path):
+    """They may have one name and other ranks."""
+    text = small("y = torch.ops._c10d_functional.all_reduce.default(x, 'sum', '7')\nreturn (y,)")
+    status, out = explain_files(tmp_path, {"rank0.txt": text, "rank1.txt": text})
+    assert status == 0 and "do not hold the ranks of group '7'" in out.splitlines()[0]
+    assert out.endswith("have the same 1 graph, as far as these texts tell\n")
+
+
+# --- JSON ---
+
+
+def test_reports_as_json(tmp_path):
+    path = tmp_path / "reports.json"
+    texts = [log_of(small("y = x.sin()\nreturn (y,)"), without_rank(text)) for text in VOCABULARY]
+    files = {f"rank{rank}.log": text for rank, text in enumerate(texts)}
+    status, out = explain_files(tmp_path, files, json_path=str(path))
+    (report,) = map(json.loads, path.read_text().splitlines())
+    assert status == 1 and "18992 · rank" in out
+    assert report["handshake_report"] == 1 and report["headline"] in out
+    assert [each["ranks"] for each in report["variants"]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert report["differences"][0]["formula"] == "18992 · rank" and "register_buffer" in report["advice"][0]
+    assert explain_files(tmp_path, files, json_path="-") == (1, path.read_text())
+    # One line for each graph that differs; what is said of the files is among the notes of each.
+    texts[3] = log_of(small("y = x.cos()\nreturn (y,)"), VOCABULARY[3])
+    texts[2] = log_of(small("y = x.sin()\nreturn (y,)"), VOCABULARY[2], small("c = self.c\nreturn (c,)"))
+    _, out = explain_files(tmp_path, dict(zip(files, texts, strict=True)), json_path="-")
+    reports = [json.loads(line) for line in out.splitlines()]
+    assert [each["headline"].split(":")[0] for each in reports] == ["graph 1 of 2"]
+    assert all(any(note.startswith("Only rank 2 has this graph") for note in each["notes"]) for each in reports)
+
+
+def test_reports_as_json_where_nothing_differs(tmp_path):
+    files = {f"rank{rank}.txt": without_rank(VOCABULARY[0]) for rank in (0, 1)}
+    status, out = explain_files(tmp_path, files, json_path="-")
+    report = json.loads(out)
+    assert (status, report["differences"], report["advice"]) == (0, [], [])
+    assert [each["ranks"] for each in report["variants"]] == ["ranks 0-1"]
+
+
+def test_json_that_cannot_be_written_is_named(tmp_path, two_files, capsys):
+    assert _graph_explain.main(["explain", *two_files, "--json", str(tmp_path)]) == 2
+    assert f"could not be written to {tmp_path}: " in capsys.readouterr().err
+    assert _graph_explain.main(["explain", *two_files, "--json", two_files[0]]) == 2
+    assert "would overwrite" in capsys.readouterr().err

@@ -250,7 +250,7 @@ def test_what_is_a_collective_is_what_fingerprints_take_for_one():
     assert found("y = torch.ops.aten.add.Tensor(x, 1)") == (False, None)
     assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (False, None)
     graph.register_collective("graph_text_test::ring", "group")
-    assert found("y = torch.ops.graph_text_test.ring.default(x, '5')") == (True, "5")
+    assert found("z = torch.ops.graph_text_test.ring.default(x, '5')") == (True, "5")
 
 
 def test_a_printed_graph_says_what_its_record_says():
@@ -346,3 +346,19 @@ def test_whatever_stands_in_a_text_is_read(text, edits):
             bodies += body.bodies.values()
             for position, made in enumerate(body.nodes):
                 assert all(a.producer is None or 0 <= a.producer < position for a in made.arguments)
+
+
+def test_inputs_that_share_memory_are_told_as_the_fingerprint_tells_them():
+    torch = pytest.importorskip("torch")
+    import graph_workers as workers
+
+    graph, whole = load("_graph"), torch.ones(6)
+    inputs = [(whole[:3], whole[3:]), (torch.ones(3), torch.ones(3))]
+    graphs = [workers.compiled(lambda x, y: x + y, *of_rank).forward[0] for of_rank in inputs]
+    assert len({graph.graph_fingerprint(each) for each in graphs}) == 2
+    for make in (graph.graph_text, graph.graph_record):
+        shared, apart = (only(make(each)) for each in graphs)
+        assert [node.shares for node in shared.body.nodes[:3]] == [None, "arg0_1", None]
+        (found,) = load("_graph_diff").compare(apart, shared, {}).differences
+        assert (found.kind, found.what) == ("inputs", "memory")
+        assert [*found.sides] == ["of its own", "shares that of `arg0_1`"]

@@ -24,25 +24,26 @@ pytestmark = [
 
 # Lines, all of them, that each file may have. A file that needs more has something in it that should not be there.
 CORE = {
-    "handshake.py": 690,
-    "_vocabulary.py": 445,
-    "_protocol.py": 340,
+    "handshake.py": 775,
+    "_vocabulary.py": 470,
+    "_protocol.py": 375,
     "_consensus.py": 600,
-    "_coordinator.py": 600,
-    "_client.py": 570,
-    "_rendezvous.py": 370,
+    "_coordinator.py": 615,
+    "_client.py": 600,
+    "_rendezvous.py": 385,
 }
 EXTRAS = {
     "_observe.py": 200,
-    "_graph.py": 1125,
-    "_graph_plan.py": 1210,
-    "_graph_diff.py": 990,
+    "_graph.py": 1135,
+    "_graph_plan.py": 1250,
+    "_graph_diff.py": 1020,
     "_graph_report.py": 970,
-    "_graph_text.py": 800,
+    "_graph_text.py": 600,
+    "_graph_explain.py": 440,
 }
 TOOLS = {"bench.py": 700}
-MOST_LINES_OF_THE_CORE = 3600
-MOST_LINES = 8950
+MOST_LINES_OF_THE_CORE = 3800
+MOST_LINES = 9500
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")

@@ -20,7 +20,7 @@ PAIR = (0, 1)
 @contextlib.contextmanager
 def observing(ranks=PAIR, **options):
     """These ranks of two, in this process; each observes. Rank 0 coordinates."""
-    options = {"world_size": 2, "host": "127.0.0.1", "mode": "observe", "timeout_s": PATIENCE_S, **options}
+    options = {"world_size": 2, "mode": "observe", "timeout_s": PATIENCE_S, **options}
     with contextlib.ExitStack() as stack:
         zero = stack.enter_context(open_rank(0, port=0, **{"coordinator": "thread", **options}))
         port = until(lambda: zero.address, "the coordinator")[1]
@@ -91,7 +91,7 @@ def test_votes_without_an_answer_are_bounded(caplog):
 
 
 def test_a_coordinator_that_is_not_there_is_one_warning(caplog):
-    options = {"world_size": 2, "host": "127.0.0.1", "mode": "observe", "timeout_s": 0.2}
+    options = {"world_size": 2, "mode": "observe", "timeout_s": 0.2}
     with open_rank(0, port=0, coordinator="thread", **options) as zero:
         port = until(lambda: zero.address, "the coordinator")[1]
     with open_rank(1, port=port, **options) as one:
@@ -125,7 +125,7 @@ def test_a_coordinator_that_is_stopped_or_killed_holds_nobody_up(what, caplog):
 
 def test_modes_must_agree():
     with observing(ranks=[0]) as [zero]:
-        with open_rank(1, port=zero.address[1], world_size=2, host="127.0.0.1") as one:
+        with open_rank(1, port=zero.address[1], world_size=2) as one:
             with pytest.raises(handshake.HandshakeProtocolError, match="mode differs: enforce on rank 1"):
                 one.submit(request(1, (PAIR, 0, 1)))
 

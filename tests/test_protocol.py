@@ -25,9 +25,8 @@ SIDES = (_protocol.FROM_STRANGER, _protocol.FROM_RANK, _protocol.FROM_COORDINATO
 MESSAGES = {
     "greeting": _protocol.Greeting(_protocol.MAGIC, _protocol.VERSION, NONCE),
     "greeting of a later version, which says more": _protocol.Greeting(_protocol.MAGIC, 77, NONCE, b"more"),
-    "hello": _protocol.Hello(b"p" * _protocol.PROOF_BYTES, b'{"rank":3}'),
-    "welcome": _protocol.Welcome({"rank": 3, "world_size": 8, "host": "höst", "nothing": None}),
-    "refused": _protocol.Refused("rank 3 is unknown: ü"),
+    "hello": _protocol.Hello(NONCE, b"p" * _protocol.PROOF_BYTES, b'{"rank":3}'),
+    "answer": _protocol.Answer(b"p" * _protocol.PROOF_BYTES, b'{"rank":0}'),
     "goodbye": _protocol.Goodbye("done"),
     "goodbye without a word": _protocol.Goodbye(""),
     "group": _protocol.Group(4, (0, 2, 4, 7)),
@@ -67,11 +66,13 @@ BAD = {
     "longest length": struct.pack("!IB", 2**32 - 1, _protocol.VOTE),
     "greeting cut short": frame(_protocol.GREETING, b"TPU"),
     "hello without a proof": frame(_protocol.HELLO, b"{}"),
-    "welcome that is not json": frame(_protocol.WELCOME, b"{"),
-    "welcome that is not an object": frame(_protocol.WELCOME, b"[1]"),
-    "welcome that is not utf-8": frame(_protocol.WELCOME, b'{"a":"\xff\xff"}'),
-    "welcome nested without end": frame(_protocol.WELCOME, b"[" * 100_000),
-    "welcome with a number without end": frame(_protocol.WELCOME, b'{"a":' + b"9" * 5000 + b"}"),
+    "detail that is not json": frame(_protocol.DETAIL, bytes(4), b"{"),
+    "detail that is not an object": frame(_protocol.DETAIL, bytes(4), b"[1]"),
+    "detail that is not utf-8": frame(_protocol.DETAIL, bytes(4), b'{"a":"\xff\xff"}'),
+    "detail nested without end": frame(_protocol.DETAIL, bytes(4), b"[" * 100_000),
+    "detail with a number without end": frame(_protocol.DETAIL, bytes(4), b'{"a":' + b"9" * 5000 + b"}"),
+    "detail without a reason": frame(_protocol.DETAIL, bytes(4), b'{"broken":"x"}'),
+    "detail of a whole book": frame(_protocol.DETAIL, bytes(4), b'{"reason":"' + b"x" * 2**23 + b'"}'),
     "vote cut short": frame(_protocol.VOTE, bytes(5)),
     "vote without spans": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS),
     "vote with half a span": frame(_protocol.VOTE, VOTE_WITHOUT_SPANS, ONE_SPAN[:8]),
@@ -85,7 +86,6 @@ BAD = {
     "group beyond the world": frame(_protocol.GROUP, GROUP_1, run(2**32 - 1, 1, 1)),
     "group larger than the world": frame(_protocol.GROUP, GROUP_1, run(0, 2**20, 1), run(0, 1, 1)),
     "detail without a vote": frame(_protocol.DETAIL, b"{}"),
-    "detail that is not an object": frame(_protocol.DETAIL, bytes(4), b"3"),
     "extra cut short": frame(_protocol.EXTRA, bytes(5)),
 }
 
@@ -119,7 +119,7 @@ def test_a_frame_read_whole_byte_by_byte_and_among_others(name):
 
 def test_every_kind_is_covered_and_is_somebodys():
     assert {data[4] for data in FRAMES.values()} == KINDS
-    assert frozenset().union(*SIDES) == KINDS - {_protocol.GREETING, _protocol.WELCOME, _protocol.REFUSED}
+    assert frozenset().union(*SIDES) == KINDS - {_protocol.GREETING, _protocol.ANSWER}
 
 
 @given(st.data())
@@ -156,11 +156,12 @@ def test_each_message_is_to_be_handled_before_the_next_is_decoded():
 
 
 def test_a_proof_is_of_the_secret_over_the_very_bytes():
-    facts = b'{"rank":3}'
-    proof = _protocol.proof(b"secret", NONCE, facts)
-    assert proof == _protocol.proof(b"secret", NONCE, facts) and len(proof) == _protocol.PROOF_BYTES
-    others = [(b"other", NONCE, facts), (b"secret", b"m" * len(NONCE), facts), (b"secret", NONCE, b'{"rank":4}')]
-    assert proof not in [_protocol.proof(*other) for other in others]
+    of = {"secret": "secret", "session": "s", "nonces": 2 * NONCE, "side": "rank", "said": b'{"rank":3}'}
+    proof = _protocol.proof(**of)
+    assert proof == _protocol.proof(**of) and len(proof) == _protocol.PROOF_BYTES
+    others = [("secret", "other"), ("session", "t"), ("nonces", NONCE + b"m" * len(NONCE)), ("side", "coordinator")]
+    for name, value in [*others, ("said", b'{"rank":4}')]:
+        assert _protocol.proof(**{**of, name: value}) != proof
 
 
 # ---------------------------------------------------------------------- what is not a frame
@@ -247,7 +248,7 @@ def allocates_less_than(number_of_bytes):
     ("kinds", "data"),
     [
         (_protocol.FROM_STRANGER, frame(_protocol.GROUP, GROUP_1, run(0, 2**20, 1))),
-        (_protocol.FROM_STRANGER, frame(_protocol.WELCOME, b"[" * 100_000)),
+        (_protocol.FROM_STRANGER, frame(_protocol.DETAIL, bytes(4), b"[" * 100_000)),
         (KINDS, struct.pack("!IB", 2**31, _protocol.EXTRA)),
         (KINDS, struct.pack("!IB", _protocol.MAX_HELLO_BYTES * 2, _protocol.HELLO)),
         (KINDS, frame(_protocol.GROUP, GROUP_1, run(0, 2**32 - 1, 1))),
@@ -317,7 +318,8 @@ def test_a_verdict_is_at_most_24_bytes():
 @pytest.mark.parametrize(
     ("make", "limit"),
     [
-        (lambda tail: _protocol.Hello(bytes(_protocol.PROOF_BYTES), tail), _protocol.MAX_HELLO_BYTES),
+        (lambda tail: _protocol.Hello(NONCE, bytes(_protocol.PROOF_BYTES), tail), _protocol.MAX_HELLO_BYTES),
+        (lambda tail: _protocol.Answer(bytes(_protocol.PROOF_BYTES), tail), _protocol.MAX_ANSWER_BYTES),
         (lambda tail: _protocol.Extra(_protocol.PLANS, 1, 1, tail), _protocol.MAX_PAYLOAD_BYTES),
     ],
 )
@@ -330,14 +332,15 @@ def test_the_longest_tail_is_taken_and_a_longer_one_is_not(make, limit):
 
 @pytest.mark.parametrize("text", ["x" * 300_000, "ü" * 300_000, "\udcff half a character"])
 def test_long_and_odd_texts_are_cut_and_still_read(text):
-    for of_class in (_protocol.Refused, _protocol.Goodbye, _protocol.Notice):
+    bounds = {_protocol.Goodbye: _protocol.MAX_REASON_BYTES, _protocol.Notice: _protocol.MAX_TEXT_BYTES}
+    for of_class, most in bounds.items():
         data = _protocol.encode(of_class(text))
-        assert len(data) <= _protocol.MAX_TEXT_BYTES + 16
+        assert len(data) <= most + 16
         [message] = decoder().feed(data)
         assert type(message) is of_class and message[0][:5] in (text[:5], "? hal")
     facts = _protocol.detail_facts(text, (0, 2, 4), (0, 1, 2, 3, 4), (7, MAX_POSITION + 2**32))
     [detail] = decoder().feed(_protocol.encode(_protocol.Detail(9, facts)))
-    assert detail.facts["reason"][:5] == text[:5] and len(detail.facts["reason"]) <= _protocol.MAX_TEXT_BYTES
+    assert detail.facts["reason"][:5] == text[:5] and len(detail.facts["reason"]) <= _protocol.MAX_REASON_BYTES
     assert _protocol.ranks_of(detail.facts["ranks"]) == (0, 2, 4)
     assert _protocol.ranks_of(detail.facts["group"]) == (0, 1, 2, 3, 4)
     assert detail.facts["span"] == [7, MAX_POSITION + 2**32]

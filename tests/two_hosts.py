@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -36,6 +35,21 @@ SCENES = {
     ),
     "a store without a server, and no master": (({}, ""), ({}, ""), 0),
     "a store without a server, and a master": (({"MASTER_ADDR": "node0"}, ""), ({"MASTER_ADDR": "node0"}, ""), 0),
+    "the first host calls itself localhost, and no launcher says anything": (
+        ({"MASTER_ADDR": "localhost"}, "localhost"),
+        ({"MASTER_ADDR": "10.1.0.1"}, "10.1.0.1"),
+        0,
+    ),
+    "no store, and the first host calls itself localhost": (
+        ({"MASTER_ADDR": "localhost"}, None),
+        ({"MASTER_ADDR": "node0"}, None),
+        0,
+    ),
+    "a store that says something else than the address of the second host": (
+        ({"MASTER_ADDR": "node0"}, "10.99.0.1"),
+        ({"MASTER_ADDR": "node0"}, "10.99.0.1"),
+        0,
+    ),
     "no store, and a name": (({"MASTER_ADDR": "node0"}, None), ({"MASTER_ADDR": "node0"}, None), 0),
 }
 
@@ -58,12 +72,8 @@ class FolderStore:
     def get(self, key):
         return self._path(key).read_bytes()
 
-    def wait(self, keys, timeout):
-        end = time.monotonic() + timeout.total_seconds()
-        while not all(self._path(key).exists() for key in keys):
-            if time.monotonic() > end:
-                raise RuntimeError("wait timeout")
-            time.sleep(0.01)
+    def check(self, keys):
+        return all(self._path(key).exists() for key in keys)
 
 
 def torch_distributed(store, rank):
