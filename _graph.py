@@ -122,7 +122,9 @@ _STACK_FRAME = re.compile(
     r'(?:\n(?!\s*File ")\s*(?P<code>[^\n]*))?',
     re.MULTILINE,
 )
+_NO_PATH = re.compile(r"^L\['\w+'\]\.?|_modules\['|'\]")  # what is not the path in `L['self'].model.embed_tokens`
 _LIBRARY_FILE = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]torch(_tpu)?[/\\]")
+_INSTALLED_FILE = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
 
 
 class SourceLine(NamedTuple):
@@ -132,6 +134,7 @@ class SourceLine(NamedTuple):
     line: int
     function: str
     code: str
+    caller: str = ""  # where it was called from, outside installed libraries
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f": {self.code}" if self.code else "")
@@ -533,14 +536,18 @@ def _frames(stack_trace: str) -> tuple[SourceLine | None, SourceLine | None]:
     """The innermost frame of a stack trace, and the innermost outside torch and torch_tpu, of this installation or of
     the one that recorded the trace."""
     here = os.path.dirname(torch.__file__) + os.sep
-    innermost = None
+    innermost = users = None
     for frame in reversed(list(_STACK_FRAME.finditer(stack_trace))):
         function, code = (frame["function"] or "").strip(), (frame["code"] or "").strip()
         line = SourceLine(frame["file"], int(frame["line"]), function, code)
         innermost = innermost or line
-        if not (_LIBRARY_FILE.match(line.file) or line.file.startswith(here)):
-            return innermost, line
-    return innermost, None
+        is_torch = line.file.startswith(here) or _LIBRARY_FILE.match(line.file)
+        if users is None:
+            users = None if is_torch else line
+        elif not is_torch and not _INSTALLED_FILE.match(line.file):
+            place = f"{line.file}:{line.line}"
+            return innermost, users._replace(caller=f"{place} in {function}" if function else place)
+    return innermost, users
 
 
 def _where(node: Any) -> str:
@@ -980,10 +987,20 @@ def _record(graph_module: Any, fingerprint: str = "") -> dict[str, Any]:
     return {
         "handshake_graph": 1,  # the version of this form
         "fingerprint": fingerprint,
+        "unhashable": _unhashable(graph_module),
         "rank": dist.get_rank() if dist.is_available() and dist.is_initialized() else None,
         "body": _body_record(graph_module, graph_module._get_name(), groups),
         "groups": groups,
     }
+
+
+def _unhashable(graph_module: Any) -> str:
+    """Why the graph can't be hashed; empty if it can."""
+    try:
+        _Shared(group_naming(None)).body(graph_module)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[str, Any]:
@@ -994,7 +1011,7 @@ def _body_record(graph_module: Any, name: str, groups: dict[str, Any]) -> dict[s
     nodes: list[dict[str, Any]] = []
     for node in graph_module.graph.nodes:
         source, user_source = _frames(node.meta.get("stack_trace") or "")
-        facts = {"mutated_by": mutations.get(node), "source": source, "user_source": user_source}
+        facts = {"mutated_by": mutations.get(node), "source": source, "user_source": user_source} | _origin(node)
         if node.op == "get_attr":
             facts["constant"] = _constant_text(_attribute(node, graph_module))
         value = _result(node) if node.op == "placeholder" else None
@@ -1033,6 +1050,16 @@ def _call_record(node: Any, positions: dict[Any, int]) -> dict[str, Any]:
     line = f"return {text}" if op == "output" else f"{name} = {text}" if text else name
     op = "call" if op.startswith("call") else op
     return {"name": node.name, "op": op, "target": target, "arguments": arguments, **form, "line": line}
+
+
+def _origin(node: Any) -> dict[str, str]:
+    """The path of the module that the node is in, and what the program called there, if Dynamo has noted them."""
+    last: list[Any] = []
+    for key in ("nn_module_stack", "source_fn_stack"):
+        stack = node.meta.get(key) or node.meta.get(f"fwd_{key}") or [("", "")]
+        last.append([*(stack.values() if isinstance(stack, dict) else stack)][-1])
+    called = last[1][1]
+    return {"module": _NO_PATH.sub("", str(last[0][0])), "origin": str(getattr(called, "__name__", called))}
 
 
 def _text(value: Any) -> str:

@@ -6,19 +6,18 @@ printed become the same objects by `_graph_text.parse`. Nothing here needs torch
 
 **Alignment.** Nodes are aligned by all that a node is: operation, constants, dtype, shape …, and for its inputs only
 what produces them, so that an inserted node does not change the nodes after it; in the gaps that this leaves, by
-operation alone. Where the longer graph begins or ends with the shorter one's operations, as after a graph break, these
-are matched one to one: an alignment would be free to match the end with the end. Where both graphs issue the same
-collectives in another order, each is matched with its like, and the order is one difference.
+operation alone. Inputs are matched by what reads them. Where the longer graph begins or ends with the shorter one's
+collectives, as after a graph break, only that part of it is aligned: the end could be matched with the end. Where both
+graphs issue the same collectives in another order, each is matched with its like, and the order is one difference.
 
 **Comparison.** Matched nodes are compared field by field; references are the same when the producers are matched. Nodes
 left over are missing or added; those that stand next to one another or depend on one another are one difference. Those
 left over on both sides that are the same have moved. A shape, dtype or stride that differs because an input's does is
-only counted with the difference that it follows from; so are constants that repeat such a size, and readers of moved
-nodes.
+only counted with the difference that it follows from; so are constants that repeat such a size, readers of moved
+nodes, and inputs for nodes that only one side has.
 
 **Merging.** The same place in the reference that differs in several variants is one difference with one value per
-variant. Values that are affine in the rank, or in its place in a group, are recognised: such a constant is usually the
-offset of a shard, baked into the graph.
+variant. Values that are affine in the rank, or in its place in a group, are recognised: mostly offsets of shards.
 """
 
 import dataclasses
@@ -42,20 +41,17 @@ else:
 
 MAX_NESTED_BODIES = 50  # deeper ones are refused: a level takes some of Python's stack; programs nest 2 or 3
 MAX_GROUP_RANKS = 2**20  # a larger group is refused: no job has as many ranks
-# Two graphs are different programs when less than this part of the smaller one's operations is matched; a list of
-# differences would be as long as both. Those of smaller graphs than that are told.
+# Two graphs are different programs when less than this part of the smaller one's operations, if so many, is matched.
 MIN_COMMON_PART, MIN_CALLS = 0.2, 5
-# Differences of one variant that are kept; more say nothing new, and 64 variants of 5,000 nodes must fit in memory.
-MAX_DIFFERENCES_PER_VARIANT = 1000
+MAX_DIFFERENCES_PER_VARIANT = 1000  # more say nothing new, and 64 variants of 5,000 nodes must fit in memory
 MAX_ORDER_SHOWN = 3  # collectives of each side that are named where their order differs
 MAX_RUN_NODES = 200  # nodes of a missing or added run that are kept for the report
 MAX_CACHED_NODES = 2**16  # that are kept for further records, some 2 KB each
 MAX_NUMBER_CHARACTERS = 40  # a longer one is no offset into anything; Python refuses more than 4,300 digits
-MAX_ROW_GUESSED = 64  # ranks of a row that is tried where no groups are known, or more if they divide the world
 
 NOT_THERE = "not there"  # the side of a difference on which there is no such node
-
 _T = TypeVar("_T")
+_Pairs = list[tuple[int, int]]  # of positions in the reference and in the variant
 
 # --- Node records -----------------------------------------------------------------------------------------------------
 
@@ -67,10 +63,17 @@ class Source(NamedTuple):
     line: int
     function: str
     code: str
+    caller: str = ""  # the place that it was called from, outside installed libraries
 
     @property
     def place(self) -> str:
-        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
+        caller = f", called from {self.caller}" if self.caller else ""
+        return f"{self.file}:{self.line}{f' in {self.function}' if self.function else ''}{caller}"
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for one line, called from one place, wherever the program is installed."""
+        return self.file.rpartition("/")[2], self.code or str(self.line), self.caller.rpartition("/")[2]
 
 
 class Argument(NamedTuple):
@@ -95,12 +98,14 @@ class Node(NamedTuple):
     device: str = ""  # its type without the index
     note: str = ""  # a tensor subclass, placements
     source: Source | None = None  # the innermost frame
-    user_source: Source | None = None  # the innermost frame outside torch and other installed libraries
+    user_source: Source | None = None  # the innermost frame outside torch
     group: str | None = None  # name of the process group of a collective or a point-to-point operation
     collective: bool = False  # whether it counts as a collective (`_graph.count_collectives`)
     constant: str | None = None  # of a get_attr, the value of a tensor constant
     mutated_by: str | None = None  # of an input that the graph changes: by what, such as `copy_`
     shares: str | None = None  # of an input: the first one that it shares memory with
+    module: str = ""  # the path of the module of the model that it is in, such as `model.embed_tokens`
+    origin: str = ""  # what the program called there: a function, or a class of torch's modules
 
     @property
     def producers(self) -> list[int]:
@@ -129,14 +134,12 @@ class Graph(NamedTuple):
     groups: Mapping[str, tuple[tuple[int, ...], str]] = {}  # (ranks, description) of its process groups, by name
     first_line: int = 1  # where it starts in the text that it was read from
     is_cut: bool = False  # its end is missing
+    unhashable: str = ""  # why it could not be hashed, if so
 
 
 def read_record(text: str) -> Graph:
-    """The graph of a node record, which is the JSON text that `_graph.graph_record` gives.
-
-    Raises:
-        ValueError: it is not a valid record, or it is past one of the bounds above.
-    """
+    """The graph of a node record, the JSON text that `_graph.graph_record` gives. Raises ValueError if it is not
+    valid, or past one of the bounds above."""
     try:
         record = json.loads(text)
         if (version := record["handshake_graph"]) != 1:
@@ -146,6 +149,7 @@ def read_record(text: str) -> Graph:
             _checked(str, record.get("fingerprint") or ""),
             None if record.get("rank") is None else _checked(int, record["rank"]),
             {name: _read_group(group) for name, group in (record.get("groups") or {}).items()},
+            unhashable=_checked(str, record.get("unhashable") or ""),
         )
     except KeyError as error:
         raise ValueError(f"not a valid graph record: {error} is missing") from error
@@ -179,7 +183,7 @@ def _read_body(fields: Any, levels_left: int) -> Body:
 
 
 # Fields of a node that are text.
-_TEXTS = "name op target line dtype device note group constant mutated_by shares".split()
+_TEXTS = "name op target line dtype device note group constant mutated_by shares module origin".split()
 
 
 @functools.lru_cache(MAX_CACHED_NODES)
@@ -203,9 +207,8 @@ def _read_node(record: bytes, position: int) -> Node:
     values["arguments"] = tuple(arguments)
     for name in ("source", "user_source"):
         if name in values:
-            file, line, function, code = values[name]
-            texts = [_checked(str, text or "") for text in (file, function, code)]
-            values[name] = Source(texts[0], _checked(int, line), *texts[1:])
+            file, line, *more = values[name]
+            values[name] = Source(_checked(str, file), _checked(int, line), *(_checked(str, each) for each in more))
     return Node(**values)
 
 
@@ -214,34 +217,37 @@ def _read_node(record: bytes, position: int) -> Node:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Difference:
-    """One place in which at least one variant is not as the reference.
+    """One place in which at least one variant is not as the reference."""
 
-    Its kind is constant, op, missing node, added node, dtype, shape, stride, device, tensor class, group, order of
-    collectives, order (of other nodes), number of collectives, inputs, outputs, operand (reads another node), nested
-    body, tensor constant, text (only the way it is written), graph break, or graph (nothing in common).
-    """
-
-    kind: str
+    kind: str  # as MESSAGES.md lists them
     body: str  # the nested body it is in, as a path; empty for the graph itself
     position: int  # of the node in the reference (of an added node: of the one it comes before)
     node: Node  # the reference's; of an added one the variant's
     what: str  # the part of the node that differs, such as `argument 1`
     sides: Sequence[str]  # the reference's, and that of the variant in which it was found
     nodes: list[Node] = dataclasses.field(default_factory=list)  # missing or added, the first MAX_RUN_NODES
-    at_end: bool = False  # these reach the end (or the start) of the graph, as after a graph break
+    repeats: int = 0  # how often these repeat lines that both sides have: layers, or turns of a loop
+    is_function: bool = False  # these are a function, or a module, that the other side doesn't run
     follows: int = 0  # differences that are consequences of this one, most of any variant
-    # After merging: the variants in which it differs; the side of every variant (NOT_THERE if it doesn't have the
-    # node); positions of further nodes that differ in the same way; the formula of a constant that depends on the rank.
+    # After merging: the variants in which it differs; the side of every variant; positions of further nodes that differ
+    # alike; the formula of a constant that depends on the rank, and whether it `is_rising`.
     odd: list[int] = dataclasses.field(default_factory=list)
     values: dict[int, str] = dataclasses.field(default_factory=dict)
     alike: list[int] = dataclasses.field(default_factory=list)
     formula: str = ""
+    is_rising: bool = False
 
     @property
     def source(self) -> Source | None:
         """The user's own source line."""
         nodes = (self.node, *self.nodes)
         return next((node.user_source for node in nodes if node.user_source is not None), self.node.source)
+
+    @property
+    def place(self) -> str:
+        """That line, where it is called from, and the module that it is in, as far as they are known."""
+        module = next((f"module `{node.module}`" for node in (self.node, *self.nodes) if node.module), "")
+        return ", ".join(filter(None, [self.source and self.source.place, module]))
 
 
 class BodyComparison(NamedTuple):
@@ -333,47 +339,79 @@ def nested_body(node: Node, body: Body) -> Body | None:
     return body
 
 
-def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys) -> list[tuple[int, int]]:
-    """The pairs of positions that match, ascending in both; inputs come first and are aligned by themselves."""
-    i, j = (next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in (a, b))
-    inputs = _align(a_keys, 0, i, b_keys, 0, j)
-    calls, other_calls = a_keys.weak[i:-1], b_keys.weak[j:-1]
-    count, more = min(len(calls), len(other_calls)), len(calls) - len(other_calls)
-    if count and more and a_keys.weak[-1] == b_keys.weak[-1] == "output":  # else it is cut off
-        if calls[:count] == other_calls[:count]:
-            return _align_part(a, b, i, j, count, inputs)
-        if abs(more) > 1 and calls[-count:] == other_calls[-count:]:
-            return _align_part(a, b, len(a.nodes) - 1 - count, len(b.nodes) - 1 - count, count, inputs)
-    ends = len(a.nodes), len(b.nodes)
-    if (a_keys.weak[-1] == "output") != (b_keys.weak[-1] == "output"):  # one is cut off
-        count = min(ends[0] - i, ends[1] - j)
-        ends = i + count, j + count
-    return inputs + _align(a_keys, i, ends[0], b_keys, j, ends[1])
+def _align_bodies(a: Body, b: Body, a_keys: Keys, b_keys: Keys, are_nested: bool) -> tuple[_Pairs, str]:
+    """The pairs of positions that match, ascending in both; whether the shorter "ends" where the longer goes on, or
+    "begins" where it has begun before, as after a graph break. Inputs come first."""
+    starts = [next((k for k, node in enumerate(body.nodes) if node.op != "placeholder"), 0) for body in (a, b)]
+    spans = [[i, len(body.nodes)] for i, body in zip(starts, (a, b), strict=True)]
+    broken = "" if are_nested else _shorten(a, b, spans)
+    if (a.nodes[-1].op == "output") != (b.nodes[-1].op == "output"):  # one is cut off
+        spans = [[i, i + min(end - start for start, end in spans)] for i in starts]
+    (i, i_end), (j, j_end) = spans
+    pairs = _align(a_keys, i, i_end, b_keys, j, j_end)
+    if broken == "ends":
+        pairs.append((len(a.nodes) - 1, len(b.nodes) - 1))
+    return _align_inputs(a, b, a_keys, b_keys, starts, pairs) + pairs, broken
 
 
-def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> list[tuple[int, int]]:
+def _shorten(a: Body, b: Body, spans: list[list[int]]) -> str:
+    """Where one side has only the first collectives of the other, or only the last, and does not end, or begin, like
+    it: takes the rest out of the longer one's span. Operations stand for collectives where there are none."""
+    calls = [range(i, end - 1) for i, end in spans]
+    marks = [[k for k in each if body.nodes[k].collective] for body, each in zip((a, b), calls, strict=True)]
+    marks = marks if any(marks) else [[*each] for each in calls]
+    longer = int(len(marks[1]) > len(marks[0]))
+    count, more = len(marks[1 - longer]), len(marks[longer])
+    is_whole = a.nodes[-1].op == b.nodes[-1].op == "output" and all(calls)
+    if not is_whole or count == more or purpose(a) == "backward":
+        return ""
+    targets = [[body.nodes[k].target for k in each] for each, body in zip(marks, (a, b), strict=True)]
+    starts, ends = (
+        x.target == y.target and (x.user_source and x.user_source.key) == (y.user_source and y.user_source.key)
+        for x, y in ((a.nodes[spans[0][0]], b.nodes[spans[1][0]]), (a.nodes[-2], b.nodes[-2]))
+    )
+    starts = starts and targets[longer][:count] == targets[1 - longer]
+    ends = ends and targets[longer][more - count :] == targets[1 - longer]
+    start, end = spans[longer]
+    if starts and not ends and end - 1 - marks[longer][count] > 1:
+        spans[longer][1] = marks[longer][count]
+        return "ends"
+    if ends and not starts and marks[longer][more - count - 1] > start:
+        spans[longer][0] = marks[longer][more - count - 1] + 1
+        return "begins"
+    return ""
+
+
+def _align_inputs(a: Body, b: Body, a_keys: Keys, b_keys: Keys, ends: list[int], calls: _Pairs) -> _Pairs:
+    """The inputs that match: those of equal lists as they stand, others by what reads them, else by what they are."""
+    i, j = ends
+    if a_keys.strict[:i] == b_keys.strict[:j]:
+        return [(k, k) for k in range(i)]
+    matches = [
+        (left.producer, right.producer)
+        for x, y in calls
+        for left, right in zip(a.nodes[x].arguments, b.nodes[y].arguments, strict=False)
+        if a.nodes[x].op == "call" and left.path == right.path
+    ]
+    matches += align(a_keys.strict[:i], b_keys.strict[:j])
+    forms = [[(node.dtype, node.dtype == "Sym" and node.shape) for node in body.inputs] for body in (a, b)]
+    matches += align(forms[0], forms[1])  # a symbol is named for what it is the size of
+    matched: dict[int, int] = {}
+    taken: set[int] = set()
+    for p, q in matches:
+        if p is not None and q is not None and p < i and q < j and p not in taken and q not in matched:
+            if "Sym" not in (a.nodes[p].dtype, b.nodes[q].dtype) or a.nodes[p].shape == b.nodes[q].shape:
+                matched[q] = p
+                taken.add(p)
+    return align(range(i), [matched.get(q, -1) for q in range(j)])  # inputs in another order are left out
+
+
+def _align(a: Keys, i: int, i_end: int, b: Keys, j: int, j_end: int) -> _Pairs:
     """By all that the nodes are, and in the gaps by operation."""
     pairs = [(i + k, j + m) for k, m in align(a.strict[i:i_end], b.strict[j:j_end])]
     for k, k_end, m, m_end in [*gaps(pairs, i_end, j_end, i, j)]:
         pairs += [(k + x, m + y) for x, y in align(a.weak[k:k_end], b.weak[m:m_end])]
     return sorted(pairs)
-
-
-def _align_part(a: Body, b: Body, i: int, j: int, count: int, inputs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`count` operations from i and j on, which are all that one side has, one to one; inputs by what reads them."""
-    matched = {i + k: j + k for k in range(count)} | {len(a.nodes) - 1: len(b.nodes) - 1}
-    for x, y in list(matched.items()):
-        for left, right in zip(a.nodes[x].arguments, b.nodes[y].arguments, strict=False):
-            p, q = left.producer, right.producer
-            if p is not None and q is not None and a.nodes[p].op == b.nodes[q].op == "placeholder":
-                matched.setdefault(p, q)
-    taken = set(matched.values())
-    matched |= {p: q for p, q in inputs if p not in matched and q not in taken}
-    ascending: list[tuple[int, int]] = []  # inputs in another order are left out
-    for x, y in sorted(matched.items()):
-        if not ascending or y > ascending[-1][1]:
-            ascending.append((x, y))
-    return ascending
 
 
 def gaps(
@@ -387,14 +425,12 @@ def gaps(
 
 
 def _issued(body: Body, graph: Graph, by_layout: bool) -> dict[int, str]:
-    """The collectives of a body by position, as far as their order matters: operation, constants and group.
-
-    `by_layout` takes groups of one layout for one, as the rows of a mesh.
-    """
+    """The collectives of a body by position, as far as their order matters: operation, constants and group. `by_layout`
+    takes groups of one layout for one, as the rows of a mesh."""
     issued = {}
     for position, node in enumerate(body.nodes):
         if node.collective:
-            group, ranks = _group_argument(node), _ranks(graph, node.group)
+            group, ranks = _group_argument(node), graph.groups.get(node.group or "", ((),))[0]
             constants = [each.text for each in node.arguments if each.producer is None and each is not group]
             where = "" if node.group is None else f" on '{node.group}'"
             if ranks and by_layout:
@@ -426,26 +462,43 @@ def _order(a: Body, b: Body, graphs: tuple[Graph, Graph]) -> _Order | None:
 
 
 def compare(reference: Graph, other: Graph, cache: dict[int, Keys]) -> Comparison:
-    """What differs in `other`.
-
-    Args:
-        reference: the graph to compare with; positions are its.
-        other: another variant of it.
-        cache: the reference's keys, for comparing it with many variants; whoever holds it must hold the reference.
-    """
+    """What differs in `other`, by positions in the reference. `cache` is of the reference's keys, for comparing it with
+    many variants; whoever holds it must hold the reference."""
     comparer = _Comparer(reference, other, cache)
     differences, bodies, dropped = comparer.differences, comparer.bodies, comparer.dropped
-    nodes, other_nodes = reference.body.nodes, other.body.nodes
-    matched = [(nodes[i], other_nodes[j]) for i, j in bodies[0].to_other.items()]
-    same = sum(x.op == "call" and x.target == y.target for x, y in matched)
-    # Of the smaller: a graph that ends early, at a graph break, is a part of the other.
-    calls = min(sum(node.op == "call" for node in of_graph) for of_graph in (nodes, other_nodes))
-    if calls >= MIN_CALLS and same < MIN_COMMON_PART * calls:
-        first = next((node for node in nodes if node.user_source), nodes[0])
-        sizes = [describe_size(graph.body) for graph in (reference, other)]
-        differences, dropped = [Difference("graph", "", 0, first, "nothing in common", sizes)], 0
+    if whole := _as_a_whole(*bodies[0][1:3], bodies[0].to_other):
+        sides, firsts = [], []
+        for body in bodies[0][1:3]:
+            firsts.append(next((node for node in body.nodes if node.user_source), body.nodes[0]))
+            place = firsts[-1].user_source and firsts[-1].user_source.place
+            sides.append(", ".join(filter(None, (purpose(body), describe_size(body), place))))
+        differences, dropped = [Difference("graph", "", 0, firsts[0], whole, sides)], 0
     lacks = {each.path: frozenset(range(len(each.reference.nodes))) - each.to_other.keys() for each in bodies}
     return Comparison(differences, bodies, lacks, dropped)
+
+
+def _as_a_whole(a: Body, b: Body, to_other: Mapping[int, int]) -> str:
+    """How two graphs differ as a whole, if they are not to be compared node by node."""
+    if (purpose(a) == "backward") != (purpose(b) == "backward"):
+        return "a backward and a forward pass"
+    sources = ((a.nodes[i].user_source, b.nodes[j].user_source) for i, j in to_other.items())
+    if not any(x and x == y for x, y in sources):  # seldom: the lines of large graphs take long
+        lines = [{node.user_source.key for node in body.nodes if node.user_source} for body in (a, b)]
+        if all(lines) and lines[0].isdisjoint(lines[1]):
+            return "no source line in common"
+    same = sum(a.nodes[i].op == "call" and a.nodes[i].target == b.nodes[j].target for i, j in to_other.items())
+    calls = min(sum(node.op == "call" for node in body.nodes) for body in (a, b))
+    return "nothing in common" if calls >= MIN_CALLS and same < MIN_COMMON_PART * calls else ""
+
+
+def purpose(body: Body) -> str:
+    """What a graph of AOTAutograd's is for, by the names of its inputs; empty for others."""
+    names = [node.name for node in body.inputs]
+    if any(name.startswith("tangents_") for name in names):
+        return "backward"
+    if any(name.startswith("primals_") for name in names):
+        return "training"
+    return "inference" if names and all(re.fullmatch(r"arg\d+_\d+", name) for name in names) else ""
 
 
 # What differs between two nodes: its kind, what part of the node it is, and both sides. And the kinds of differences in
@@ -476,14 +529,14 @@ class _Comparer:
                 Keys(*([issued.get(k, key) for k, key in enumerate(by)] for by in keys))
                 for keys, issued in zip((a_keys, b_keys), order, strict=True)
             )
-        pairs = _align_bodies(a, b, a_keys, b_keys)
+        pairs, broken = _align_bodies(a, b, a_keys, b_keys, bool(path))
         to_other = dict(pairs)
         to_reference = {j: i for i, j in pairs}
-        # Nodes left over on both sides that are the same stand at another place.
         left_over: dict[Any, list[int]] = {}
         for j in reversed([j for j in range(len(b.nodes)) if j not in to_reference]):
             left_over.setdefault(b_keys.strict[j], []).append(j)
-        others = [(i, left_over.get(a_keys.strict[i])) for i in range(len(a.nodes)) if i not in to_other]
+        kept = range(len(a.inputs) if broken else len(a.nodes))  # of what lies beyond a break nothing has moved
+        others = [(i, left_over.get(a_keys.strict[i])) for i in kept if i not in to_other]
         moved = {i: js.pop() for i, js in others if js}
         to_other.update(moved)
         to_reference.update((j, i) for i, j in moved.items())
@@ -494,8 +547,8 @@ class _Comparer:
             self._add_order(comparison, order, moved)
         else:
             self._add_moved(comparison, moved)
-        is_broken = self._compare_left_over(comparison, order is not None)
-        self._compare_nodes(comparison, order is not None, is_broken)
+        self._compare_left_over(comparison, broken)
+        self._compare_nodes(comparison, order is not None, bool(broken))
         self.differences[first:] = sorted(self.differences[first:], key=lambda difference: difference.position)
 
     def _add(self, difference: Difference) -> None:
@@ -505,30 +558,24 @@ class _Comparer:
         else:
             self.dropped += 1
 
-    def _find_break(self, comparison: BodyComparison, missing: list[int], added: list[int]) -> bool:
-        """Whether one graph ends, or begins, where the other goes on, as after a graph break. Adds the difference."""
-        bodies = [comparison.reference, comparison.other]
-        longer, shorter = bodies if missing else bodies[::-1]
-        to_shorter = comparison.to_other if missing else comparison.to_reference
-        run = missing or added
-        is_whole = all(body.nodes[-1].op == "output" for body in bodies)  # else it is cut off
-        if comparison.path or (missing and added) or not is_whole or not 0 < run[0] == run[-1] - len(run) + 1:
-            return False
-        begins = longer.nodes[run[0] - 1].op == "placeholder"
-        ends = run[-1] == len(longer.nodes) - 2
-        edge = run[0] - 1 if ends else run[-1] + 1
-        # One node more at the start is not a graph of its own.
-        if begins == ends or (begins and len(run) < 2) or edge not in to_shorter:
-            return False
-        nodes = [longer.nodes[k] for k in run]
-        source = next((f", from {each.place}: {each.code}" for node in nodes if (each := node.user_source)), "")
-        size = f"{_describe_nodes(nodes)}{source}"
-        sides = [f"goes on with {size}", "ends here"] if ends else [f"has {size}, before it", "begins here"]
-        position = edge if missing else to_shorter[edge]
-        node = shorter.nodes[to_shorter[edge]]._replace(name=comparison.reference.nodes[position].name)
-        what = f"where one graph {'ends' if ends else 'begins'}"
-        self._add(Difference("graph break", "", position, node, what, sides if missing else sides[::-1], nodes))
-        return True
+    def _add_break(self, comparison: BodyComparison, left_over: list[list[int]], how: str) -> list[list[int]]:
+        """One graph ends, or begins, where the other goes on. Returns what is left over on this side of that."""
+        bodies, ends = (comparison.reference, comparison.other), how == "ends"
+        common = [pair for pair in comparison.pairs if bodies[0].nodes[pair[0]].op in ("call", "get_attr")]
+        edge = common[-1 if ends else 0] if common else tuple(len(body.inputs) - ends for body in bodies)
+        parts = [*zip(bodies, left_over, edge, strict=True)]
+        nodes = [[body.nodes[k] for k in each if (k > at) == ends] for body, each, at in parts]
+        longer = max((0, 1), key=lambda side: (sum(node.collective for node in nodes[side]), len(nodes[side])))
+        beyond, own = nodes[longer], nodes[1 - longer]
+        source = next((f", from {each.place}: {each.code}" for node in beyond if (each := node.user_source)), "")
+        size = f"{_describe_nodes(beyond)}{source}"
+        here = f"{how} here{f', with {_describe_run(own)}' if own else ''}"
+        sides = [f"goes on with {size}" if ends else f"has {size}, before it", here]
+        last = own[-1] if own else bodies[1 - longer].nodes[edge[1 - longer]]
+        node = bodies[0].nodes[edge[0]]._replace(user_source=last.user_source)
+        sides, what = sides[::-1] if longer else sides, f"where one graph {how}"
+        self._add(Difference("graph break", comparison.path, edge[0], node, what, sides, beyond))
+        return [[k for k in each if (k > at) != ends] for _, each, at in parts]
 
     def _add_order(self, comparison: BodyComparison, order: _Order, moved: Mapping[int, int]) -> None:
         """The same collectives in another order."""
@@ -563,8 +610,8 @@ class _Comparer:
             self._add(Difference(kind, comparison.path, i, nodes[0], "place in the order", sides, nodes))
         comparison.changed.update(moved)
 
-    def _compare_left_over(self, comparison: BodyComparison, is_order_told: bool) -> bool:
-        """Missing and added nodes; whether they are what lies beyond a graph break."""
+    def _compare_left_over(self, comparison: BodyComparison, broken: str) -> None:
+        """Missing and added nodes."""
         path, a, b = comparison.path, comparison.reference, comparison.other
         places = _places(comparison.pairs, len(a.nodes), len(b.nodes))
         ends = [len(a.nodes), len(b.nodes)]
@@ -573,43 +620,46 @@ class _Comparer:
         missing = [i for i in range(ends[0]) if i not in comparison.to_other]
         added = [j for j in range(ends[1]) if j not in comparison.to_reference]
         comparison.changed.update(missing)
-        inputs = [i for i in missing if a.nodes[i].op == "placeholder"]
-        other_inputs = [j for j in added if b.nodes[j].op == "placeholder"]
+        inputs, only_for_missing = _only_inputs(a, missing)
+        other_inputs, only_for_added = _only_inputs(b, added)
         missing = [i for i in missing if a.nodes[i].op != "placeholder"]
         added = [j for j in added if b.nodes[j].op != "placeholder"]
-        if (missing or added) and not is_order_told and self._find_break(comparison, missing, added):
-            return True  # with it come other inputs
-        if inputs or other_inputs:
+        first = len(self.differences)
+        if broken:
+            missing, added = self._add_break(comparison, [missing, added], broken)
+        elif inputs or other_inputs:  # with a break come other inputs
             body, only = (a, inputs) if inputs else (b, other_inputs)
             node = body.nodes[only[0]]._replace(user_source=_first_uses(body).get(only[0]))
             position = inputs[0] if inputs else places[other_inputs[0]]
             sides = [_describe_inputs(a, inputs), _describe_inputs(b, other_inputs)]
             self._add(Difference("inputs", path, position, node, "inputs", sides, [body.nodes[k] for k in only]))
+        common = _Code(a.nodes[i] for i in comparison.to_other if missing or added)
         added_runs = _connected(b, added)
         for run in _connected(a, missing):
-            nodes = [a.nodes[i] for i in run]
-            partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), None)
-            if partner is None:
-                self._add_run("missing", path, run[0], a, run)
-                continue
-            added_runs.remove(partner)
-            others = [b.nodes[j] for j in partner]
-            counts = [sum(node.collective for node in side) for side in (nodes, others)]
-            kind = "op" if counts[0] == counts[1] else "number of collectives"
-            sides = [_describe_run(nodes), _describe_run(others)]
-            self._add(Difference(kind, path, run[0], nodes[0], "replaced", sides, nodes))
+            partner = next((other for other in added_runs if run[0] <= places[other[0]] <= run[-1] + 1), [])
+            added_runs = [other for other in added_runs if other is not partner]
+            self._add_run(path, run[0], [a.nodes[i] for i in run], [b.nodes[j] for j in partner], common)
         for run in added_runs:
-            self._add_run("added", path, places[run[0]], b, run)
-        return False
+            self._add_run(path, places[run[0]], [], [b.nodes[j] for j in run], common)
+        for difference in self.differences[first : first + 1]:
+            difference.follows += only_for_missing + only_for_added
 
-    def _add_run(self, what: str, path: str, position: int, body: Body, run: list[int]) -> None:
-        """Nodes that only one side has."""
-        nodes = [body.nodes[k] for k in run]
-        kind = "number of collectives" if any(node.collective for node in nodes) else f"{what} node"
-        at_end = run[0] <= len(body.inputs) or run[-1] >= len(body.nodes) - 2
-        sides = [_describe_run(nodes), NOT_THERE]
-        sides = sides if what == "missing" else sides[::-1]
-        self._add(Difference(kind, path, position, nodes[0], what, sides, nodes, at_end))
+    def _add_run(self, path: str, position: int, missing: list[Node], added: list[Node], common: "_Code") -> None:
+        """Nodes that only one side has, or each side its own."""
+        counts = [sum(node.collective for node in nodes) for nodes in (missing, added)]
+        what = "replaced" if missing and added else "missing" if missing else "added"
+        kind = "op" if what == "replaced" else f"{what} node"
+        kind = "number of collectives" if counts[0] != counts[1] else kind
+        sides = [_describe_run(nodes) if nodes else NOT_THERE for nodes in (missing, added)]
+        more = max(missing, added, key=lambda nodes: (sum(node.collective for node in nodes), len(nodes)))
+        found, code = Difference(kind, path, position, (missing or added)[0], what, sides, more), _Code(more)
+        is_more = what != "replaced" and purpose(self._graphs[0].body) != "backward"  # which computes values again
+        if is_more and code.calls.keys() <= common.calls.keys():
+            found.repeats = min(code.calls.values(), default=0)
+        elif len(code.calls) > 1 and code.lines.isdisjoint(common.lines):
+            own = sum(count for frame, count in code.frames.items() if frame not in common.frames)
+            found.is_function = 2 * own > code.frames.total()  # else a branch in one that both run
+        self._add(found)
 
     def _compare_nodes(self, comparison: BodyComparison, is_order_told: bool, is_broken: bool) -> None:
         """What differs in nodes that are matched."""
@@ -626,7 +676,7 @@ class _Comparer:
             if has_facts and bool(x.mutated_by) != bool(y.mutated_by):
                 # The line where it is changed is on the side that does.
                 node = x._replace(user_source=uses[0].get(i) if x.mutated_by else uses[1].get(j))
-                sides = [_describe_mutation(each) for each in (x, y)]
+                sides = [f"changed in place ({how})" if how else "not changed" for how in (x.mutated_by, y.mutated_by)]
                 self._add(Difference("inputs", comparison.path, i, node, "change in place", sides))
                 comparison.changed.add(i)
             if has_facts and x.shares != y.shares:
@@ -639,10 +689,9 @@ class _Comparer:
             if is_same and x.op != "get_attr" and x.group is None:
                 continue
             cause = next((tainted[p] for p in inputs if p in tainted), None)
-            follows = any(p in tainted or p not in to_other for p in inputs)
-            follows = follows or any(p not in to_reference for p in other_inputs)
             # What a collective reads, and the size of that, is what its place in the order makes of it.
-            follows = follows or (is_order_told and x.collective)
+            follows = (is_order_told and x.collective) or not to_reference.keys() >= {*other_inputs}
+            follows = follows or any(p in tainted or p not in to_other for p in inputs)
             root: Difference | None = None
             consequences = 0
             found = [*self._fields(comparison, i, x, y)]
@@ -696,17 +745,17 @@ class _Comparer:
         """The process group, by name, else by its ranks."""
         if x.group is None or y.group is None:
             return
-        ranks = [_ranks(graph, node.group) for graph, node in zip(self._graphs, (x, y), strict=True)]
+        ranks = [graph.groups.get(node.group or "", ((),))[0] for graph, node in zip(self._graphs, (x, y), strict=True)]
         sides = []
         for graph, node, of_group in zip(self._graphs, (x, y), ranks, strict=True):
             whose = "" if graph.rank is None else f" on rank {graph.rank}"  # other ranks may have others by that role
-            sides.append(f"'{node.group}'" + ("" if of_group is None else f" = {format_ranks(of_group)}{whose}"))
+            sides.append(f"'{node.group}'" + ("" if not of_group else f" = {format_ranks(of_group)}{whose}"))
         if x.group != y.group:
             argument = _group_argument(x)
             what = "process group" if argument is None else f"argument {argument.path}"
-            is_same = None not in ranks and ranks[0] == ranks[1]
+            is_same = all(ranks) and ranks[0] == ranks[1]
             yield "group", f"name of the group ({what}; same ranks)" if is_same else what, sides
-        elif None not in ranks and ranks[0] != ranks[1]:
+        elif all(ranks) and ranks[0] != ranks[1]:
             yield "group", "ranks of the group", sides
 
     def _attributes(self, comparison: BodyComparison, i: int, x: Node, y: Node) -> Iterator[_Found]:
@@ -734,6 +783,16 @@ class _Comparer:
                     self._add(Difference("text", body.path, i, x, "as written", (x.line, y.line)))
                     body.changed.add(i)
                     return
+
+
+class _Code:
+    """The user's code that some nodes come from."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        known = [(node, node.user_source) for node in nodes if node.user_source]
+        self.calls = Counter((node.target, source.key) for node, source in known)  # operations, by their lines
+        self.lines = {source.key for _, source in known}
+        self.frames = Counter((source.function, source.caller) for _, source in known)  # calls of functions
 
 
 _DTYPE = re.compile(r"torch\.(?:float|bfloat|int|uint|bool|half|double|long|complex|short|quint|qint)\w*$")
@@ -769,6 +828,10 @@ def _arguments(x: Node, y: Node, comparison: BodyComparison) -> Iterator[_Found]
             # The same for a list and a tuple, say.
             yield "constant" if is_constant else "operand", what, texts if texts[0] != texts[1] else (x.line, y.line)
             continue
+        constants = [pair for pair in zip(lefts, rights, strict=True) if pair[0].producer is pair[1].producer is None]
+        if sum(left.text != right.text for left, right in constants) > 1:
+            yield "constant", what, (_argument_text(lefts), _argument_text(rights))
+            continue
         for left, right in zip(lefts, rights, strict=True):
             if left.producer is None and right.producer is None:
                 if left.text != right.text and not (left is groups[0] and right is groups[1]):
@@ -803,9 +866,16 @@ def _group_argument(node: Node) -> Argument | None:
     return next((each for each in reversed(node.arguments) if each.producer is None and each.text in names), None)
 
 
-def _ranks(graph: Graph, group: str | None) -> tuple[int, ...] | None:
-    """The ranks of a process group, if they are known."""
-    return graph.groups[group][0] if group is not None and group in graph.groups else None
+def _only_inputs(body: Body, left_over: list[int]) -> tuple[list[int], int]:
+    """The inputs that only one side has, but for those that just other such nodes read; and how many these are."""
+    only = set(left_over)
+    readers: dict[int, set[int]] = {k: set() for k in left_over if body.nodes[k].op == "placeholder"}
+    of_size = {body.nodes[k].shape: k for k in readers if body.nodes[k].dtype == "Sym"}  # its tensors read it too
+    for k, node in enumerate(body.nodes[:-1] if readers else ()):
+        for producer in (*node.producers, *(of_size.get((size,), -1) for size in node.shape or ())):
+            readers.get(producer, set()).add(k)
+    inputs = [k for k, its in readers.items() if not its - {k} or not its <= only]
+    return inputs, len(readers) - len(inputs)
 
 
 def _first_uses(body: Body) -> dict[int, Source]:
@@ -840,9 +910,6 @@ def _places(pairs: Iterable[tuple[int, int]], length: int, other_length: int) ->
     return places
 
 
-# --- How things are called --------------------------------------------------------------------------------------------
-
-
 def number_of(count: int, noun: str) -> str:
     """Such as `1 node`, `1,200 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -850,8 +917,7 @@ def number_of(count: int, noun: str) -> str:
 
 def count_collectives(body: Body) -> int:
     """The collectives in the body and those nested in it."""
-    nested = sum(count_collectives(inner) for inner in body.bodies.values())
-    return nested + sum(node.collective for node in body.nodes)
+    return sum(node.collective for node in body.nodes) + sum(map(count_collectives, body.bodies.values()))
 
 
 def describe_size(body: Body) -> str:
@@ -884,12 +950,6 @@ def _describe_inputs(body: Body, only_here: list[int]) -> str:
     return f"{number_of(len(body.inputs), 'input')}{only}"
 
 
-def _describe_mutation(node: Node) -> str:
-    """How an input is changed: by an operation, or by an output that is written back to it."""
-    how = node.mutated_by
-    return "not changed" if not how else "changed in place" if how == "output" else f"changed in place ({how})"
-
-
 def _sizes(sizes: tuple[str, ...] | None) -> str:
     return "" if sizes is None else f"[{', '.join(sizes)}]"
 
@@ -904,13 +964,8 @@ def _short_place(node: Node) -> str:
 
 
 def merge(comparisons: Mapping[int, Comparison]) -> list[Difference]:
-    """One difference for each place in the reference, in its order, with the values of all variants that differ there.
-
-    What differs in the same way in many nodes, as a change in every layer does, is one difference too.
-
-    Args:
-        comparisons: by the variant's index.
-    """
+    """One difference for each place in the reference, in its order, with the values of all variants that differ there,
+    by the variant's index. What differs alike in many nodes, as a change in every layer, is one difference too."""
     merged: dict[Any, Difference] = {}
     for variant, comparison in comparisons.items():
         for difference in comparison.differences:
@@ -947,16 +1002,9 @@ NUMBER = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?$")
 
 
 def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] = ()) -> str:
-    """The formula by which a constant depends on the rank, or an empty string.
-
-    Args:
-        value_of_rank: the constant as written, by rank; not all ranks need be there.
-        groups: ranks of the groups that are known; a rank's place in its group of each size is tried.
-
-    Returns:
-        Such as `18992 · rank`, `18992 · (rank + 1)` or `64 · (rank % 4)`. Two values are enough only for a multiple
-        of the rank or of the rank + 1; any two points lie on a line.
-    """
+    """The formula by which a constant, as it is written, depends on the rank, or on its place in a group of each size
+    that is known: `18992 · rank`, `18992 · (rank + 1)`, `64 · (rank in its group of 4)`; or an empty string. Any two
+    points lie on a line: they are enough only for a multiple of the rank or of the rank + 1."""
     for text in value_of_rank.values():
         if len(text) > MAX_NUMBER_CHARACTERS or not NUMBER.match(text) or math.isinf(float(text)):
             return ""
@@ -965,9 +1013,14 @@ def recognise(value_of_rank: Mapping[int, str], groups: Iterable[Sequence[int]] 
     return next(filter(None, formulas), "")
 
 
-def _indices(
-    values: Mapping[int, Fraction], groups: Iterable[Sequence[int]]
-) -> Iterator[tuple[str, Callable[[int], int]]]:
+def is_rising(value_of_rank: Mapping[int, str]) -> bool:
+    """Whether a constant is a whole number that rises with the rank, as the offsets of uneven shards."""
+    values = [value for _, value in sorted(value_of_rank.items()) if len(value) <= MAX_NUMBER_CHARACTERS]
+    numbers = [int(value) for value in values if value.isdecimal()]
+    return len(numbers) == len(value_of_rank) and numbers == sorted(numbers) and len({*numbers}) > 1
+
+
+def _indices(ranks: Iterable[int], groups: Iterable[Sequence[int]]) -> Iterator[tuple[str, Callable[[int], int]]]:
     """What a constant may depend on: a name, and the index of a rank."""
     yield "rank", lambda rank: rank
     by_size: dict[int, list[tuple[int, ...]]] = {}
@@ -975,15 +1028,9 @@ def _indices(
         by_size.setdefault(len(group), []).append(group)
     for size, known in sorted(by_size.items()):
         members = Counter(rank for group in known for rank in group)
-        if size > 1 and all(members[rank] == 1 for rank in values):
+        if size > 1 and all(members[rank] == 1 for rank in ranks):
             place = {rank: number for group in known for number, rank in enumerate(group)}
             yield f"(rank in its group of {size})", place.__getitem__
-    # Without the groups: a mesh of ranks in order, whose rows have `size` ranks.
-    world_size = max(values, default=0) + 1
-    for size in range(2, world_size):
-        if size <= MAX_ROW_GUESSED or world_size % size == 0:
-            yield f"(rank % {size})", lambda rank, size=size: rank % size  # type: ignore[misc]
-            yield f"(rank // {size})", lambda rank, size=size: rank // size  # type: ignore[misc]
 
 
 def _affine(values: Mapping[int, Fraction], name: str, index_of: Callable[[int], int]) -> str:
@@ -1004,7 +1051,8 @@ def _affine(values: Mapping[int, Fraction], name: str, index_of: Callable[[int],
         return ""
     ahead = round(offset / step)
     is_multiple = abs(offset - ahead * step) <= tolerance * abs(step)
-    if len(points) == 2 and not (is_multiple and ahead in (0, 1) and abs(step) >= 2):
+    is_likely = is_multiple and ahead in (0, 1) and abs(step) >= 2 and (name == "rank" or len(values) > 2)
+    if len(points) == 2 and not is_likely:
         return ""
     if step != 1 and is_multiple and ahead and abs(ahead) <= max(points) + 1:
         return f"{_plain(step)} · ({name} {'+' if ahead > 0 else '-'} {abs(ahead)})"

@@ -4,7 +4,8 @@
 **The report.** `explain` compares every variant with the reference (`_graph_diff`): the variant that most ranks have;
 of several, the one with the lowest rank. Rank 0 may be the odd one out. What comes of it are facts, which are written
 as JSON; the text for a log is made from them, and the page is that text with the graphs side by side: one HTML file
-without scripts, in which everything that comes from a graph is escaped.
+without scripts, in which all that comes from a graph is escaped. What is advised is a table, `_ADVICE`: each piece of
+evidence calls for a row, and the rows stand in the order of how much their evidence tells.
 
 **During a job.** The coordinator hands the votes that were answered to `Reports`. Of each split component one graph is
 asked for each distinct fingerprint, of one rank (`send_graph` is that rank's part). When the component is complete and
@@ -16,7 +17,6 @@ graphs of it have come in since: a job may split at every step.
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import itertools
 import json
 import logging
@@ -31,7 +31,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 if __package__:
     from . import _graph_diff
@@ -45,8 +45,8 @@ else:
 _logger = logging.getLogger("torch_tpu.handshake")
 
 # Of differences, variants, notes and pieces of advice so many are shown, and of the values of one difference: in a log
-# that is a screen or two, on the page what a browser scrolls with ease.
-MAX_LOG_ITEMS, MAX_LOG_VALUES = 10, 4
+# that is a screen or two, on the page what a browser scrolls with ease. So many pieces of advice are to be read first.
+MAX_LOG_ITEMS, MAX_LOG_VALUES, MAX_FIRST = 10, 4, 2
 MAX_PAGE_ITEMS, MAX_PAGE_VALUES = 200, 64
 # A side of a difference is one line. Of a longer one the part is shown in which it differs, with this much before it.
 MAX_LINE_CHARACTERS, LEAD_CHARACTERS = 160, 40
@@ -62,7 +62,7 @@ MAX_SPLITS = 256  # split components that are kept for late votes; the ranks tha
 MAX_REPORTS = 1024  # of one job, since what differs is known long before
 MAX_WAITING = 64  # comparisons that wait, since one runs at a time
 HANDSHAKES_BEFORE = 3  # the last ones of a group, which a report mentions
-MAX_LINES = 4096  # groups of which these are kept
+MAX_LINES = 4096  # groups of which these are kept, and graphs that have run fat
 REPORT_WAIT_S = 10.0  # a report is made when all that it needs is in, or so long after the split
 GRAPH_WITHIN_S = 60.0  # then a graph is asked of others; making one of 100,000 nodes takes seconds
 # What one comparison may take; how often to look whether it has ended; and what is left to it when the job ends.
@@ -81,80 +81,102 @@ class Variant(NamedTuple):
     ranks: Sequence[int]  # ascending
     fingerprint: str = ""  # by which it was found to be another graph
     graph: Graph | None = None  # None if it is not known
-    note: str = ""  # why there is no graph, or what is to be said about the one that there is
+    note: str = ""  # why there is no graph
     hosts: Sequence[str] = ()  # `host:pid` of each of the ranks
+    has_run_fat: bool = False  # all ranks have had this graph at once
 
 
 class Context(NamedTuple):
     """What is known beside the graphs. Everything may be missing."""
 
-    groups: Sequence[tuple[Sequence[int], tuple[int, int]]] = ()  # ranks of each group, and the span that was split
+    groups: Sequence[tuple[Any, ...]] = ()  # the group's ranks, a span that was split, and perhaps who voted on it
     before: Sequence[str] = ()  # the handshakes just before, a line of text each, oldest first
     reason: str = ""  # why the vote was split
     notes: Sequence[str] = ()  # what was left out, and which bound made it so
     versions: Mapping[str, Mapping[str, Sequence[int]]] = {}  # {library: {version: its ranks}}
     title: str = ""  # what these graphs are, for the heading
+    earlier: str = ""  # the first report on a split between the same ranks
 
 
 # --- Advice -----------------------------------------------------------------------------------------------------------
 
-# What to do, by topic.
+# What to do, by topic: the more telling the evidence, the earlier. In brackets what a topic makes needless to say.
 _ADVICE_TEXT = """\
 versions: The ranks' library versions differ (above). Install the same ones everywhere first: others trace differently.
-hosts: The variants follow the hosts. Compare their library versions, environment variables and compile caches (one that
-  is warm on some hosts only can give them an older graph: clear it or share it).
-nothing differs: The graphs of {odd} and of the reference read the same. What differs is not shown: values of tensor
-  constants, inputs that share memory, descriptions of process groups, or how the graph was compiled (library versions,
-  flags).
+cycle [*]: The ranks wait for one another in a cycle, since they issue collectives on these groups in different orders.
+  Issue them in one order on all ranks; without the handshake this may hang.
+thread [*]: Two threads count and submit votes (above). Submit right after counting, or let `submit_handshake` do both.
+uncounted [*]: The ranks count their collectives differently (above). Count those outside graphs on all ranks
+  (`record_eager_collectives`), and compile the same parts on all.
+unhashable [constant, setting, change in place, text, nothing differs]: The graph of {odd} can't be hashed, so it is
+  split whatever the others have: {reason}. Take that out of the graph, or pass it in as an input.
+backward: These are backward graphs, and follow the forward ones: mend what differs there first ({earlier}).
+empty [dynamic, inputs, shape, operations, purpose]: An input is empty on some ranks: {sides}{at}. Code that is skipped
+  there (`if x.shape[0] > 0`) is not in their graph: run it on all ranks, or pad to one row at least.
+purpose [graph, outputs, operations]: The ranks are in different passes: {passes}. They have different numbers of
+  batches or steps (drop_last, an evaluation that ends early), or `torch.no_grad()` or frozen parameters on some only.
+graph: The ranks run different parts of the program: {sides}. If one is a function that only some run (a tower where
+  there is an image), run it on all, with a dummy input. Else look before this point for a branch on the rank or on
+  data, a graph break, a recompile, or a compile cache that is warm on some only.
+function [inputs, outputs, operations, collectives]: A function or module{at} runs on {having} only, as a tower where
+  there is an image. Run it on all ranks: with a dummy input where there is none, and the result times 0.
+layers [inputs, outputs, operations, collectives]: {blocks} more on {having}{at}: code that all run, repeated. Give all
+  the same number of layers, or of turns of the loop. If they have it, a graph break cuts it short on the others.
+graph break [inputs, outputs, operations]: The graph of {having} {edge}{at} where the others' goes on: probably a graph
+  break (a branch on data), or a function compiled separately, on these ranks only. TORCH_LOGS=graph_breaks says where;
+  `torch.compile(fullgraph=True)` makes it an error. If none breaks, the rest is under a condition: run it on all ranks.
+dynamic [shape, symbols]: {having} recompiled with dynamic shapes, or with more of them{at}, since sizes changed there.
+  Mark the dimension dynamic on all ranks at the start (`torch._dynamo.mark_dynamic(tensor, dim)`), or pad to one size.
+shape: Sizes are not the same on all ranks{at}. Pad to one size (uneven last batch: drop_last=True; uneven shards: pad
+  the shard), or mark the dimension dynamic on all ranks at the start: `torch._dynamo.mark_dynamic(tensor, dim)`.
+inputs: The graphs take different inputs{at}: check that all ranks have the same parameters and optional arguments, and
+  that none is frozen or tied on some only.
+order of collectives [group]: The same collectives come in another order on {odd}{at}: on the device the ranks would
+  hang, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted keys; without
+  passes that go by timings (`torch._inductor.config.reorder_for_compute_comm_overlap = False`).
+collectives [operations]: Not all ranks issue the same collectives{at}: on the device they would wait for one another
+  forever. Issue each on all members of its group, with an empty or zero input where a rank has nothing to give.
+ring: The split sizes are a ring or a shift{at}, and must differ. Vote with partial=True, which keeps the rest fat.
+splits: Split sizes are data{at}, and are baked into the graph. Make them symbolic (`.tolist()` of a tensor inside the
+  compiled function, with `torch._dynamo.config.capture_scalar_outputs = True`), or use a fixed capacity.
+name of a group: The group has the same ranks but another name{at}: names are counted as groups are created. Create the
+  same groups in the same order on all ranks (each calls new_group for every group, its own or not).
+group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
+  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use one group, created in the same order.
+dtype: The dtype is not the same on all ranks{at}: check autocast, the parameters' dtype and the loaded checkpoint.
+stride: Strides are not the same on all ranks{at}: call `.contiguous()`, or use one memory format, before this part.
+device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
+library: A library, not your code, bakes {formulas} into the graph{at}: layouts of DTensor and of tensor parallelism
+  compute with the rank's place. Vote with partial=True, which keeps the rest fat, or give that module another layout.
 shard: The bounds of each rank's shard ({formulas}) are baked into the graph as Python constants{at}. Keep them in a
   buffer (`self.register_buffer("shard_start", torch.tensor(start), persistent=False)`) or pass them to the compiled
   function as tensor inputs, and compute with the tensor: then all ranks trace one graph.
 number: A number that depends on the rank ({formulas}) is baked into the graph as a Python constant{at}. Pass it in as a
-  tensor, and compute with that (an index or the start of a slice by `x.index_select(dim, start +
-  torch.arange(length))`): then all ranks trace one graph.
+  tensor, and compute with that (an index or a start by `x.index_select(dim, start + torch.arange(length))`).
+hosts: The variants follow the hosts. Compare their library versions, environment variables and compile caches.
 constant: A Python value that is not the same on all ranks is baked into the graph{at}: a setting, an environment
   variable, a seed, a length. Make it equal on all ranks, or pass it in as a tensor.
 setting: An argument that no tensor can stand for (a kind of reduction, an epsilon, a dimension, a flag) is not the same
   on all ranks{at}: make equal the setting, the environment variable or the branch on the rank that it comes from.
 tensor constant: A tensor made while tracing has other values on {odd}{at}; its values are part of the graph. Make it
   once in `__init__` with `register_buffer`, or pass it in as an input.
-graph break: One graph ends or begins where the other goes on{at}: probably a graph break, or a function compiled
-  separately, on some ranks only. Run with TORCH_LOGS=graph_breaks,recompiles and compare {odd} with the rest;
-  `torch.compile(fullgraph=True)` turns a break into an error. If no rank breaks there, the rest is under a condition
-  that depends on the rank: run it on all ranks.
-collectives: Not all ranks issue the same collectives{at}, so on the device they would wait for one another forever.
-  Issue each on all members of its group (with an empty or zero input where a rank has nothing to give), whatever the
-  rank.
-graph: The graphs of {odd} and of the reference have next to nothing in common: these ranks are elsewhere in the
-  program. Look before this point for a branch on the rank or on data, a graph break, a recompile, or a warm compile
-  cache on some ranks only.
-operations: The ranks traced different operations{at}. Look there for a branch on the rank or its settings, and remove
-  it or compute both sides on all ranks; else for other library versions, a compile cache that is warm on some ranks
-  only (clear it or share it), or a partitioner that chose differently.
-order of collectives: The same collectives come in another order on {odd}{at}: on the device the ranks would wait for
-  one another forever, or mix up values. Issue them in a fixed order: the same on both sides of a branch; over sorted
-  keys, not over a set or dict filled in another order; without passes that reorder by timings of each process (in
-  Inductor `torch._inductor.config.reorder_for_compute_comm_overlap = False`), or let one rank choose for all.
-shape: Sizes are not the same on all ranks{at}. Pad to the same size (uneven last batch: drop_last=True, or pad; uneven
-  shards: pad the shard), or mark the dimension dynamic on all ranks: `torch._dynamo.mark_dynamic(tensor, dim)` before
-  the first call, or `torch.compile(dynamic=True)`.
-dtype: The dtype is not the same on all ranks{at}: check autocast, the parameters' dtype and the loaded checkpoint.
-stride: Strides are not the same on all ranks{at}: call `.contiguous()`, or use one memory format, before this part.
-device: The device is not the same on all ranks{at}: put the tensor on the same kind of device everywhere.
-name of a group: The group has the same ranks but another name{at}: names are counted as groups are created. Create the
-  same groups in the same order on all ranks (each calls new_group for every group, its own or not), or use one
-  DeviceMesh.
-group: The collective runs on another group{at}. If the groups are each rank's own part of a mesh (its row, its column),
-  fingerprint by role: `graph_fingerprint(graph_module, groups="role")`. Else use one group, created in the same order.
 change in place: An input is changed in place on some ranks only{at}: change it on all or none, or work on a copy.
-inputs: The graphs take different inputs: check that all ranks have the same parameters and the same optional arguments,
-  that none is frozen or tied on some ranks only, and (for `Sym` inputs) that a dimension is dynamic on all ranks or
-  none: `torch._dynamo.mark_dynamic(tensor, dim)` on all, before the first call.
-outputs: The graphs return different values: check that the function returns the same and the same parameters need
-  gradients on all ranks, and that no compile cache or partitioner chose other tensors to save for backward on some.
-text: No operation differs, only how the graph is written{at}: arguments by position or in another order, or texts that
-  different library versions have printed. Call it in one way, and install the same versions on all ranks."""
-_ADVICE = dict(" ".join(topic.split()).split(": ", 1) for topic in re.split(r"\n(?! )", _ADVICE_TEXT))
+operations: The ranks traced different operations{at}. Look there for a branch on the rank (or on a setting, or an
+  input that is empty or None), and compute the same on all; else for a compile cache that is warm on some ranks only.
+symbols: Other sizes are dynamic on some ranks{at}: mark the same dimensions dynamic on all, or pad to one size. (Sizes
+  that happen to be equal share one symbol; those that some code needs to be fixed have none.)
+outputs: The graphs return different values{at}: check that the function returns the same, and that the same parameters
+  need gradients and the same parts are checkpointed on all ranks.
+text: Only the way in which the graph is written differs{at}: call it in one way, with the same versions everywhere.
+nothing differs: The graphs of {odd} and of the reference read the same. What differs is not shown: values of tensor
+  constants, inputs that share memory, descriptions of process groups, or how the graph was compiled."""
+# By topic: what it makes needless, and the text.
+_ROWS = re.findall(r"(?m)^([\w ]+?)(?: \[(.+)\])?: (.+)", _ADVICE_TEXT.replace("\n ", ""))
+_ADVICE = {topic: (hides.split(", "), text) for topic, hides, text in _ROWS}
+# Topics that the reason of a split calls for, by its words; and those that explain spans of different lengths.
+_REASONS = {"in a cycle": "cycle", "another thread": "thread"}
+_REASONS |= dict.fromkeys(("has gone past", "is late at", "did not count"), "uncounted")
+_NO_BREAK = ("empty", "purpose", "graph", "function", "layers", "collectives")
 
 # Operations whose integers are sizes, or the places of a part; those that compute with a number, which may be a tensor;
 # and among these, those that find what of an index is in a shard.
@@ -167,65 +189,72 @@ _NUMBER_OPERATIONS = frozenset(
     "clamp_max where masked_fill fill select getitem".split()
 )
 _BOUND_OPERATIONS = frozenset("ge gt le lt sub rsub clamp clamp_min clamp_max where masked_fill".split())
+_INSTALLED_FILE = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_DYNAMIC = r"\[[^][]*\b[a-z]"  # sizes some of which are symbols
 
 
 def _constant_topic(difference: Difference) -> str:
     node, formula = difference.node, difference.formula
     name = re.sub(r"^torch\.ops\.\w+\.(\w+).*|^.*\.", r"\1", node.target).rstrip("_")
+    sides = [each for each in (difference.sides[0], *difference.values.values()) if each != NOT_THERE]
+    if name.startswith(("all_to_all", "alltoall")) and all(each.startswith("[") for each in sides):
+        return "ring" if len({tuple(sorted(re.findall(r"\d+", each))) for each in sides}) == 1 else "splits"
+    is_offset = bool(formula) or (difference.is_rising and name in _BOUND_OPERATIONS | {"select", "getitem"})
+    is_of_library = node.origin and node.origin not in _SIZE_OPERATIONS | _NUMBER_OPERATIONS
+    if is_offset and (is_of_library or (node.user_source and _INSTALLED_FILE.search(node.user_source.file))):
+        return "library"
     if name in _SIZE_OPERATIONS:
         # A part that has the same size everywhere begins at another place.
         is_start = name in ("slice", "narrow") and node.shape is not None and not difference.follows
         return "number" if is_start and formula else "shape"
-    sides = [each for each in (difference.sides[0], *difference.values.values()) if each != NOT_THERE]
     are_numbers = all(_graph_diff.NUMBER.match(each) or each.endswith(", computed") for each in sides)
     if name not in _NUMBER_OPERATIONS or not are_numbers:
         return "setting"
-    if not formula:
+    if not is_offset:
         return "constant"
     # A stride of one is more likely a number of its own, such as a seed; and no index is a floating point number.
-    is_bound = name in _BOUND_OPERATIONS and "·" in formula and not re.match(r"b?f\d", node.dtype)
+    is_bound = name in _BOUND_OPERATIONS and ("·" in formula or not formula) and not re.match(r"b?f\d", node.dtype)
     return "shard" if is_bound else "number"
 
 
 def _topics(difference: Difference) -> Iterator[str]:
     """The pieces of advice that a difference calls for."""
-    kind = difference.kind
+    kind, nodes = difference.kind, (difference.node, *difference.nodes)
+    sides = [difference.sides[0], *difference.values.values()]
+    is_of_inputs = kind in ("inputs", "shape") and difference.node.op == "placeholder"
+    dynamic = [side for side in sides if re.search(_DYNAMIC, side)]
     if kind == "constant":
         yield _constant_topic(difference)
     elif kind == "group" and "same ranks" in difference.what:
         yield "name of a group"
+    elif difference.what == "change in place":
+        yield "change in place"
+    elif is_of_inputs and kind == "shape" and any(re.search(r"\b0\b", side) for side in sides):
+        yield "empty"
+    elif is_of_inputs and dynamic:
+        yield "dynamic" if len(dynamic) < len(sides) else "symbols"
     elif kind in _ADVICE:
-        yield "change in place" if difference.what == "change in place" else kind
-    else:  # operations, and collectives among them
-        if difference.at_end and len(difference.nodes) > 1:
-            yield "graph break"
-        elif kind == "number of collectives" or any(each.collective for each in (difference.node, *difference.nodes)):
+        yield kind
+    elif difference.is_function or difference.repeats:
+        yield "function" if difference.is_function else "layers"
+    else:
+        if kind == "number of collectives" or any(node.collective for node in nodes):
             yield "collectives"
-        if kind != "number of collectives":
-            yield "operations"
+        yield "operations"
 
 
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
-def explain(variants: Iterable[Variant], context: Context | None = None) -> "Report":
-    """Compares the variants of a graph.
-
-    Args:
-        variants: one for each distinct fingerprint. An iterator is read one at a time, since 64 large graphs take much
-            memory; it must give them largest first. All others are put in that order.
-        context: what is known beside the graphs.
-    """
-    if not isinstance(variants, Iterator):
-        variants = sorted(variants, key=lambda variant: (-len(variant.ranks), variant.ranks))
-    return Report(variants, context or Context())
-
-
 class Report:
     """What differs between the variants of one graph. Its public attributes are listed in `__init__`."""
 
-    def __init__(self, variants: Iterable[Variant], context: Context) -> None:
-        self.context = context
+    def __init__(self, variants: Iterable[Variant], context: Context | None = None) -> None:
+        """`variants` has one for each distinct fingerprint. An iterator is read one at a time, since 64 large graphs
+        take much memory; it must give them largest first. All others are put in that order."""
+        if not isinstance(variants, Iterator):
+            variants = sorted(variants, key=lambda variant: (-len(variant.ranks), variant.ranks))
+        self.context = context = context or Context()
         self.variants: list[Variant] = []  # largest first, without their graphs
         self.reference = 0  # the variant that the others are compared with: the first whose graph is known
         self.comparisons: dict[int, Comparison] = {}  # by index of the variant
@@ -233,7 +262,9 @@ class Report:
         self.alike: dict[Any, list[int]] = {}
         self._graph: Graph | None = None  # the reference's
         self._cut: set[int] = set()  # variants whose text is cut off
-        groups = [ranks for ranks, _ in context.groups]
+        groups = [ranks for ranks, *_ in context.groups]
+        self._unhashable: dict[str, int] = {}  # why, and a variant
+        self._purposes: dict[str, list[int]] = {}  # variants, by what their graphs are for
         sizes: dict[int, str] = {}
         concerned: dict[str, list[int]] = {}  # variants, by what the report lacks of them
         cache: dict[int, Keys] = {}
@@ -245,6 +276,8 @@ class Report:
                 continue
             self._cut |= {number} if graph.is_cut else set()
             sizes[number] = _graph_diff.describe_size(graph.body)
+            self._purposes.setdefault(_graph_diff.purpose(graph.body), []).append(number)
+            self._unhashable[graph.unhashable] = number
             groups += [ranks for ranks, _ in graph.groups.values()]
             if self._graph is None:
                 self.reference, self._graph = number, graph
@@ -262,21 +295,18 @@ class Report:
             if difference.kind == "constant":
                 values = {rank: side for ranks, side in self.sides(difference) if side != NOT_THERE for rank in ranks}
                 difference.formula = _graph_diff.recognise(values, groups)
+                difference.is_rising = _graph_diff.is_rising(values)
         notes = [f"{remark} ({self.ranks(numbers)})" for remark, numbers in concerned.items()]
         if dropped := max((comparison.dropped for comparison in self.comparisons.values()), default=0):
-            bound = f"MAX_DIFFERENCES_PER_VARIANT={_graph_diff.MAX_DIFFERENCES_PER_VARIANT}"
-            notes.append(f"{dropped:,} more differences of one variant are left out ({bound})")
+            notes.append(f"{dropped:,} more differences of one variant are left out (MAX_DIFFERENCES_PER_VARIANT)")
         versions = [*_unequal_versions(context)]
-        headline = f"{context.title}: " if context.title else ""
-        if len(self.variants) == 1:
-            headline += f"one graph, on {self.ranks()}"
-        else:
-            headline += f"{self.ranks()} have {len(self.variants)} different graphs"
+        count = len(self.variants)
+        headline = f"one graph, on {self.ranks()}" if count == 1 else f"{self.ranks()} have {count} different graphs"
         # What there is to say, as JSON; the text and the page are made from it.
         self.facts: dict[str, Any] = {
             "handshake_report": 1,
-            "headline": headline,
-            "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span in context.groups],
+            "headline": ": ".join(filter(None, [context.title, headline])),
+            "groups": [{"ranks": format_ranks(ranks), "span": span} for ranks, span, *_ in context.groups],
             "reason": context.reason,
             "versions": versions,
             "variants": [
@@ -287,7 +317,7 @@ class Report:
             "reference": _letters(self.reference),
             "differences": [
                 {"kind": each.kind, "place": self._place(each), "what": each.what,
-                 "source": _source_text(each.source, each.node.op == "placeholder"),
+                 "source": _source_text(each.source, each.place, each.node.op == "placeholder"),
                  "sides": _shown(self.sides(each)), "formula": each.formula, "alike": each.alike,
                  "follows": each.follows}
                 for each in self.differences
@@ -322,36 +352,68 @@ class Report:
         group = next((each.group for each in (node, *difference.nodes) if each.collective and each.group), None)
         if group is not None and group in groups and not difference.body:
             number = sum(each.collective and each.group == group for each in nodes[: difference.position])
-            for members, (start, _) in self.context.groups:
-                if sorted(members) == sorted(groups[group][0]):
-                    place += f", position {start + number} on the line of {format_ranks(members)}"
+            line = sorted(groups[group][0])
+            starts = [start for members, (start, _), *_ in self.context.groups if sorted(members) == line]
+            place += "".join(f", position {start + number} on the line of {format_ranks(line)}" for start in starts[:1])
         return place
 
     def _advice(self, do_versions_differ: bool) -> list[str]:
         """What to change, the most telling first; each piece once, with the place of the first difference it is for."""
-        found: dict[str, str] = {}
-        addresses = [(address, k) for k, variant in enumerate(self.variants) for address in variant.hosts]
-        hosts = [(address.rpartition(":")[0], k) for address, k in addresses]
-        count = len(dict(hosts))
-        if do_versions_differ:
-            found["versions"] = _ADVICE["versions"]
-        elif len(self.variants) > 1 and 1 < count < len(hosts) and len(set(hosts)) == count:
-            found["hosts"] = _ADVICE["hosts"]  # several ranks on a host, and each host has one variant
-        topics = [(difference, [*_topics(difference)]) for difference in self.differences]
-        for difference, of_difference in topics:
-            at = f" ({difference.source.place})" if difference.source else ""
-            for topic in (each for each in of_difference if each not in found):
-                formulas = dict.fromkeys(f"`{each.formula}`" for each, of_each in topics if topic in of_each)
-                words = {"odd": self.ranks(difference.odd), "at": at, "formulas": ", ".join([*formulas][:3])}
-                found[topic] = _ADVICE[topic].format(**words)
-        if "graph break" in found:
-            found.pop("inputs", None)  # what the rest takes
-        if "order of collectives" in found:
-            found.pop("group", None)  # in another order each rank's own groups may be meant
+        found: dict[str, dict[str, str]] = {"versions": {}} if do_versions_differ else {}
+        hosts = [(each.rpartition(":")[0], k) for k, variant in enumerate(self.variants) for each in variant.hosts]
+        if len(self.variants) > 1 and 1 < len(dict(hosts)) < len(hosts) and len(set(hosts)) == len(dict(hosts)):
+            found["hosts"] = {}  # several ranks on a host, and each host has one variant
+        found |= {topic: {} for words, topic in _REASONS.items() if words in self.context.reason}
+        if len(self.variants) == 1 < len(self.variants[0].ranks) and "different positions" in self.context.reason:
+            found["uncounted"] = {}
+        if reason := max(self._unhashable, default=""):
+            found["unhashable"] = {"odd": self.ranks([self._unhashable[reason]]), "reason": reason}
+        if len(self._purposes) > 1 and "" not in self._purposes:
+            passes = [f"{purpose} on {self.ranks(numbers)}" for purpose, numbers in self._purposes.items()]
+            found["purpose"] = {"passes": ", ".join(passes)}
+        if [*self._purposes] == ["backward"] and (self.context.earlier or not self.context.reason):
+            found["backward"] = {"earlier": self.context.earlier or "if they differ too"}
+        topics = [(difference, topic) for difference in self.differences for topic in _topics(difference)]
+        for difference, topic in topics:
+            if topic not in found:
+                found[topic] = self._words(difference, [each for each, its_topic in topics if its_topic == topic])
         whole = self.comparisons.keys() - self._cut if self.reference not in self._cut else ()
         if same := [number for number in whole if not self.comparisons[number].differences]:
-            found["nothing differs"] = _ADVICE["nothing differs"].format(odd=self.ranks(same))
-        return [*found.values()]
+            found["nothing differs"] = {"odd": self.ranks(same)}
+        ends: dict[Any, dict[int, Sequence[int]]] = {}  # of spans that start at one place of a line: who voted on them
+        for ranks, (start, end), *voters in self.context.groups:
+            ends.setdefault((*ranks, start), {})[end] = [*voters, ranks][0]
+        short = {rank for each in ends.values() for end in each if end < max(each) for rank in each[end]}
+        if short and found.keys().isdisjoint(_NO_BREAK):
+            found.setdefault("graph break", {"having": format_ranks(short), "edge": "ends", "at": ""})
+        hidden = {each for topic in found for each in _ADVICE[topic][0]}
+        hidden |= _ADVICE.keys() - {"versions", *_REASONS.values()} if "*" in hidden else set()
+        kept = [(topic, form) for topic, (_, form) in _ADVICE.items() if topic in found.keys() - hidden]
+        said = [(text := form.format(**found[topic]))[0].upper() + text[1:] for topic, form in kept]
+        new = [number for number, variant in enumerate(self.variants) if not variant.has_run_fat]
+        if len(new) < len(self.variants):
+            said[:1] = [" ".join([f"A new graph on {self.ranks(new)}; all ranks have run the others' fat.", *said[:1]])]
+        return said
+
+    def _words(self, difference: Difference, same_topic: list[Difference]) -> dict[str, str]:
+        """What the advice on a difference is filled with."""
+        sides = self.sides(difference)
+        values = [value for _, value in sides]
+        having = [
+            {rank for ranks, value in sides if re.search(pattern, value) for rank in ranks}
+            for pattern in ("^(ends|begins) here", _DYNAMIC, f"^(?!{NOT_THERE}$)")
+        ]
+        formulas = dict.fromkeys(each.formula or f"{values[0]}` to `{values[-1]}" for each in same_topic)
+        place = next(filter(None, (each.place for each in same_topic)), "")
+        return {
+            "odd": self.ranks(difference.odd),
+            "at": f" ({place})" if place else "",
+            "formulas": ", ".join(f"`{formula}`" for formula in [*formulas][:3]),
+            "having": format_ranks(next(filter(None, having))),
+            "blocks": number_of(difference.repeats, "block"),
+            "edge": difference.what.rpartition(" ")[2],
+            "sides": "; ".join(f"{format_ranks(ranks)}: {_cut(value)}" for ranks, value in sides[:MAX_LOG_VALUES]),
+        }
 
     def text(self, most_items: int = MAX_LOG_ITEMS, most_values: int = MAX_LOG_VALUES) -> str:
         """The report as text."""
@@ -360,6 +422,7 @@ class Report:
         follows = sum(each["follows"] for each in differences)
         also = f"; in {number_of(follows, 'more node')} as a consequence" if follows else ""
         places = number_of(sum(1 + len(each["alike"]) for each in differences), "place")
+        advice = [*map(_PARAGRAPHS.fill, facts["advice"])]
         other_kinds = Counter(each["kind"] for each in differences[most_items:]).most_common()
         sections = [
             facts["headline"],
@@ -378,13 +441,15 @@ class Report:
                 most_items,
                 f"({', '.join(f'{count} {kind}' for kind, count in other_kinds)})",
             ),
-            *_section("What to do:", list(map(_PARAGRAPHS.fill, facts["advice"])), most_items, "to do"),
+            *_section("What to do:", advice[:MAX_FIRST], most_items, "to do"),
+            *_section("If that is not it:", advice[MAX_FIRST:], most_items, "to do"),
             *_section("Handshakes just before:", [f"  {line}" for line in facts["before"]], most_items, "before"),
             *_section("", [f"Note: {note}" for note in facts["notes"]], most_items, "notes"),
         ]
         return "\n".join(sections) + "\n"
 
 
+explain = Report  # as callers say it
 _PARAGRAPHS = textwrap.TextWrapper(114, "  - ", "    ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -438,8 +503,6 @@ def _remarks(variant: Variant) -> Iterator[str]:
     graph = variant.graph
     if graph is None:
         yield f"not compared: {variant.note or 'the graph is not known'}"
-    elif variant.note:
-        yield variant.note
     if graph is not None and graph.is_cut:
         yield "the text of the graph is cut off: what is missing at its end may be there in fact"
     if ((graph.fingerprint if graph is not None else "") or variant.fingerprint).startswith("unhashable-"):
@@ -459,12 +522,12 @@ def _shown(sides: list[tuple[list[int], str]]) -> list[dict[str, str]]:
     return [{"ranks": format_ranks(ranks), "value": value} for (ranks, _), value in zip(sides, shown, strict=True)]
 
 
-def _source_text(source: Source | None, is_of_input: bool = False) -> str:
+def _source_text(source: Source | None, place: str = "", is_of_input: bool = False) -> str:
     """The user's line; of an input the line that reads it first."""
     if source is None:
-        return ""
+        return place
     code = f": {_cut(source.code)}" if source.code else ""
-    return f"{'first used in ' if is_of_input else ''}{source.place}{code}"
+    return f"{'first used in ' if is_of_input else ''}{place or source.place}{code}"
 
 
 def _letters(number: int) -> str:
@@ -496,13 +559,8 @@ pre, th, .wide { background: var(--panel); }
 
 
 def page(reports: Sequence[Report], heading: str = "", notes: Iterable[str] = ()) -> str:
-    """The page for one or several reports: HTML, light or dark as the reader's system is.
-
-    Args:
-        reports: what to show, in order: the text, and the graphs side by side.
-        heading: a line above them, where there are several.
-        notes: lines above the reports.
-    """
+    """The page for one or several reports: HTML, light or dark as the reader's system is; for each report the text, and
+    the graphs side by side. `heading` and `notes` are lines above them."""
     heading = escape(heading or (reports[0].facts["headline"] if reports else "No graphs"))
     parts = [f"{_HEAD}<title>{heading}</title></head><body><h1>{heading}</h1>"]
     parts += [f"<p>{escape(note)}</p>" for note in notes]
@@ -579,11 +637,8 @@ def _wide(text: str) -> str:
 
 
 def write_file(path: str, content: str) -> None:
-    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is.
-
-    Raises:
-        OSError: with the path as it was given.
-    """
+    """Writes a file so that a reader sees all of it or nothing; a device or a pipe is written as it is. Raises OSError
+    with the path as it was given."""
     is_file = os.path.isfile(path) or not os.path.exists(path)
     target = os.path.realpath(path)
     unfinished = os.path.join(os.path.dirname(target), f".handshake-{os.getpid()}.part") if is_file else path
@@ -603,16 +658,11 @@ def write_file(path: str, content: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes one report: the job is on the standard input, what is to be logged goes to the standard output.
+    """Makes one report, in files whose path without suffixes is the argument: the job is on the standard input, what is
+    to be logged goes to the standard output. Returns 0; or 2 for a failure, with its reason instead of a report.
 
     The job is a line of JSON, `{"context": {…}, "variants": [{…}, …], "bytes": [number, …]}`, with the fields
     of `Context` and `Variant`, and after it the graphs as ranks sent them, of as many bytes as the line says.
-
-    Args:
-        arguments: one, the path of the files without their suffixes.
-
-    Returns:
-        0; or 2 for a failure, with its reason instead of a report.
     """
     try:
         said, status = _make_report(sys.stdin.buffer, arguments[0]), 0
@@ -654,15 +704,13 @@ def _with_graph(variant: Variant, payload: bytes) -> Variant:
     if not payload:
         return variant
     try:
-        graphs = _read_graphs(payload)
+        return variant._replace(graph=_read_graph(payload))
     except (ValueError, zlib.error) as error:
         unreadable = "the graph can't be unpacked: " if isinstance(error, zlib.error) else ""
         return variant._replace(note=f"{unreadable}{error}")
-    several = "the text holds several graphs: only the first is compared" if len(graphs) > 1 else ""
-    return variant._replace(graph=graphs[0], note=several)
 
 
-def _read_graphs(payload: bytes) -> list[Graph]:
+def _read_graph(payload: bytes) -> Graph:
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(payload, MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
@@ -673,34 +721,21 @@ def _read_graphs(payload: bytes) -> list[Graph]:
     if text.startswith(NO_GRAPH):
         raise ValueError(text.removeprefix(NO_GRAPH).strip())
     if text.startswith('{"handshake_graph"'):
-        return [_graph_diff.read_record(text)]
-    if importlib.util.find_spec(f"{__package__}._graph_text" if __package__ else "_graph_text") is None:
-        raise ValueError("the graph was sent as printed text, and the file that reads it, _graph_text.py, is missing")
+        return _graph_diff.read_record(text)
     if __package__:
         from ._graph_text import parse
     else:
         from _graph_text import parse
-    if not (graphs := parse(text)):
-        raise ValueError("the text holds no graph that could be read")
-    return graphs
+    if graphs := parse(text):
+        return graphs[0]
+    raise ValueError("the text holds no graph that could be read")
 
 
 # --- During a job -----------------------------------------------------------------------------------------------------
 
 
-class Channel(Protocol):
-    """What a rank sends to the coordinator by."""
-
-    def send(self, step: int, payload: bytes) -> None: ...
-
-
-def send_graph(channel: Channel, source: str | Callable[[], str]) -> None:
-    """Sends this rank's graph, which the coordinator has asked for.
-
-    Args:
-        channel: where to.
-        source: the graph, as a record or as printed text, or a callable that makes it.
-    """
+def send_graph(channel: Any, source: str | Callable[[], str]) -> None:
+    """Sends this rank's graph, which the coordinator has asked for: a record or printed text, or what makes it."""
     try:
         text = source() if callable(source) else source
         if not isinstance(text, str):
@@ -730,7 +765,7 @@ class _Split:
     reason: str
     report_due: float | None
     digest_of: dict[int, bytes] = dataclasses.field(default_factory=dict)  # the fingerprint's, by rank
-    spans: dict[Span, None] = dataclasses.field(default_factory=dict)  # in the order in which they were voted on
+    spans: dict[Span, list[int]] = dataclasses.field(default_factory=dict)  # who voted on each, in the order of votes
     missing: set[int] = dataclasses.field(default_factory=set)  # ranks that have not voted
     compared: set[bytes] = dataclasses.field(default_factory=set)  # the digests whose graphs the report compares
     left_out: dict[bytes, str] = dataclasses.field(default_factory=dict)  # others that have graphs, and for which bound
@@ -762,19 +797,16 @@ class Reports:
     def __init__(
         self, folder: str, facts_of: Callable[[int], Mapping[str, Any]], coordinator_rank: int, command: Sequence[str]
     ) -> None:
-        """
-        Args:
-            folder: where the reports go; it is made with the first one.
-            facts_of: what a rank said of itself when it connected: host, pid, python, torch, torch_tpu.
-            coordinator_rank: the rank that logs the reports.
-            command: the command line that calls this module's `main`, to which the argument is added.
-        """
+        """The folder is made with the first report. `facts_of` gives what a rank said of itself when it connected
+        (host, pid, VERSIONS). The coordinator's rank logs the reports; `command` calls this module's `main`."""
         self._folder, self._facts_of = folder, facts_of
         self._coordinator_rank, self._command = coordinator_rank, [*command]
         self._recent: dict[Any, list[tuple[int, int, str]]] = {}  # by line: (start, end, how it ended)
         self._splits: list[_Split] = []
         self._graphs: dict[bytes, bytes] = {}  # compressed, by digest
         self._asked: dict[bytes, tuple[int, int, float]] = {}  # by digest: rank, number, until when
+        self._fat: dict[bytes, None] = {}  # fingerprints that all ranks have had at once, the latest last
+        self._first_stems: dict[Any, str] = {}  # of the first report, by which ranks had which graph
         self._explained: set[bytes] = set()  # what is compared in a report, hashed: there may be thousands of each
         # Comparisons to be made: the path of the files, the ranks of the split, and what `main` reads.
         self._jobs: deque[tuple[str, list[int], list[bytes]]] = deque()
@@ -791,13 +823,16 @@ class Reports:
         frames = [frame for of_reason in together.values() for frame in self._add(of_reason, now)]
         for vote in votes:
             outcome = "fat" if vote.outcome.name == "FAT" else f"{vote.outcome.name} ({vote.reason})"
+            if outcome == "fat":
+                self._fat[vote.digest] = None
             for line, start, end in vote.spans:
                 recent = self._recent.setdefault(line, [])
                 if (start, end, outcome) not in recent:
                     recent.append((start, end, outcome))
                     del recent[: -2 * HANDSHAKES_BEFORE]
-        while len(self._recent) > MAX_LINES:
-            del self._recent[next(iter(self._recent))]
+        for kept in (self._recent, self._fat):
+            while len(kept) > MAX_LINES:
+                del kept[next(iter(kept))]
         return frames + self.tick(now)
 
     def take(self, rank: int, number: int, step: int, payload: bytes, now: float) -> list[Frame]:
@@ -859,13 +894,14 @@ class Reports:
             due = now + REPORT_WAIT_S if len(self._explained) < MAX_REPORTS else None
             split = _Split(votes[0].reason, due)
             self._splits.append(split)
-        for vote in votes:
-            split.digest_of[vote.rank] = vote.digest
-            split.spans.update(dict.fromkeys(vote.spans))
+        first = [vote for vote in votes if vote.rank not in split.digest_of]  # after a graph break more may follow
+        split.digest_of.update((vote.rank, vote.digest) for vote in first)
+        for rank, span in ((vote.rank, span) for vote in votes for span in vote.spans):
+            split.spans.setdefault(span, []).append(rank)
         split.missing = {rank for line, _, _ in split.spans for rank in line.ranks} - split.digest_of.keys()
         if split.report_due is None:
             return []
-        return [frame for vote in votes if vote.has_graph for frame in self._ask(split, vote, now)]
+        return [frame for vote in first if vote.has_graph for frame in self._ask(split, vote, now)]
 
     def _ask(self, split: _Split, vote: Settled, now: float) -> list[Frame]:
         """Asks for a vote's graph if the report is to compare it, unless an equal one is there or on its way."""
@@ -899,8 +935,7 @@ class Reports:
         for rank, of_rank in facts.items():
             ranks_of.setdefault(split.digest_of[rank], []).append(rank)
             for library in VERSIONS if of_rank else ():
-                of_version = versions.setdefault(library, {})
-                of_version.setdefault(str(of_rank.get(library) or "none"), []).append(rank)
+                versions.setdefault(library, {}).setdefault(str(of_rank.get(library) or "none"), []).append(rank)
         variants: list[Variant] = []
         graphs: list[bytes] = []
         for digest, ranks in sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0])):
@@ -908,7 +943,7 @@ class Reports:
             if digest not in split.compared:
                 note = split.left_out.get(digest, "no graph was given; pass graph_module_str to the vote")
             hosts = [f"{facts[rank].get('host')}:{facts[rank].get('pid')}" for rank in ranks if facts[rank]]
-            variants.append(Variant(ranks, digest.hex(), None, note, hosts))
+            variants.append(Variant(ranks, digest.hex(), None, note, hosts, digest in self._fat))
             graphs.append(self._graphs[digest] if digest in known else b"")
         notes = [f"{format_ranks(split.missing)} had not voted when this was written"] if split.missing else []
         if len(self._explained) == MAX_REPORTS:
@@ -917,11 +952,13 @@ class Reports:
         line, limit, _ = spans[0]
         recent = [each for each in sorted(self._recent.get(line, [])) if each[1] <= limit]
         before = [f"{_span(each)} on {line.name}: {each[2]}" for each in recent[-HANDSHAKES_BEFORE:]]
-        groups = [(line.ranks, (start, end)) for line, start, end in spans]
-        context = Context(groups, before, split.reason, notes, versions)
+        groups = [(line.ranks, (start, end), sorted(split.spans[line, start, end])) for line, start, end in spans]
+        stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{len(self._explained):04d}")
+        earlier = self._first_stems.setdefault(tuple(map(tuple, sorted(ranks_of.values()))), stem)
+        earlier = "" if earlier == stem else f"see {earlier}.txt"
+        context = Context(groups, before, split.reason, notes, versions, earlier=earlier)
         job = {"context": context._asdict(), "variants": [each._asdict() for each in variants]}
         head = json.dumps({**job, "bytes": [*map(len, graphs)]}, default=list).encode()
-        stem = os.path.join(self._folder, f"handshake-split-{os.getpid()}-{len(self._explained):04d}")
         self._jobs.append((stem, [*facts], [head, b"\n", *graphs]))
         return []
 
@@ -956,15 +993,11 @@ class Reports:
         place = f"is in the log of rank {self._coordinator_rank}, and in {stem}.html on its host"
         texts = {rank: f"why rank {rank} was split {place}" for rank in ranks}
         texts[self._coordinator_rank] = f"why the ranks' graphs were split:\n{said}"
-        return [_log(rank, text) for rank, text in texts.items()]
+        return [(rank, 0, LOG, text.encode("utf-8", "replace")) for rank, text in texts.items()]
 
     def _failed(self, why: str) -> list[Frame]:
         text = f"splits can't be explained in {self._folder}: {why}"
         if text in self._failures or len(self._failures) >= MAX_FAILURES:
             return []
         self._failures.add(text)
-        return [_log(self._coordinator_rank, text)]
-
-
-def _log(rank: int, text: str) -> Frame:
-    return rank, 0, LOG, text.encode("utf-8", "replace")
+        return [(self._coordinator_rank, 0, LOG, text.encode("utf-8", "replace"))]

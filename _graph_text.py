@@ -329,7 +329,9 @@ class _Reader:
             node = statement.nodes[key] = Node(
                 *(name or op, op, target, tuple(arguments), statement.line, *_form(statement.annotation)),
                 *(source, user_source, group, is_collective),
-                *map(facts.get, ("constant", "mutated", "shares")),
+                constant=facts.get("constant"),
+                mutated_by=facts.get("mutated"),
+                shares=facts.get("shares"),
             )
         positions[name] = len(nodes)
         nodes.append(node)

@@ -44,7 +44,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         self.rows = torch.nn.Parameter(torch.randn(ROWS_PER_RANK, WIDTH))
         first = rank * ROWS_PER_RANK
         if mended:
-            self.register_buffer("bounds", torch.tensor([first, first + ROWS_PER_RANK]))  # the graph reads a tensor
+            self.register_buffer("bounds", torch.tensor([first, first + ROWS_PER_RANK]), persistent=False)  # a tensor
         else:
             self.bounds = (first, first + ROWS_PER_RANK)  # the graph has the numbers in it
 

@@ -45,8 +45,12 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as funcol  # noqa: E402
-from graph_workers import world  # noqa: E402
+from functorch.compile import make_boxed_func  # noqa: E402
+from graph_workers import built, world  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 _graph = load("_graph")
@@ -255,6 +259,14 @@ BREAK_IS_NO = ("same collectives", "on all members", "take different inputs")
 def case_input(rank):
     def function(x, bias):
         x = x.sin()
+        return reduce(x + (bias if rank == 3 else x))
+
+    return function
+
+
+def case_input_of_an_added_node(rank):
+    def function(x, bias):
+        x = x.sin()
         return reduce(x + bias if rank == 3 else x)
 
     return function
@@ -395,7 +407,13 @@ CASES = {
         "inputs",
         ["ranks 0-2: 1 input", "rank 3: 2 inputs, only here: `arg1_1` f32[4]", "take different inputs"],
         lambda rank: [torch.ones(8, 4), torch.ones(4)],
-        places=2,
+    ),
+    "input of an added node": Case(
+        case_input_of_an_added_node,
+        "added node",
+        ["rank 3: `add: ", "in 1 more node as a consequence", "traced different operations"],
+        lambda rank: [torch.ones(8, 4), torch.ones(4)],
+        absent=("take different inputs",),
     ),
     "input changed in place": Case(
         case_changed_input,
@@ -411,7 +429,9 @@ CASES = {
     "tensor constant": Case(
         case_tensor_constant, "tensor constant", ["[1.0, 2.0, 3.0, 4.0]", "rank 3: ", "5.0]", "register_buffer"]
     ),
-    "nothing in common": Case(case_nothing_in_common, "graph", ["nothing in common", "11 nodes, 1 collective"]),
+    "nothing in common": Case(
+        case_nothing_in_common, "graph", ["no source line in common", "11 nodes, 1 collective", "different parts"]
+    ),
 }  # fmt: skip
 
 
@@ -432,6 +452,332 @@ def test_a_real_pair_of_ranks_that_differ_in_one_kind(name):
     assert "test_graph_diff.py" in text
     assert "site-packages/torch" not in text
     assert len(text.splitlines()) < 45
+
+
+# --- What is advised first ---
+
+
+def graphs_of(rank, make, inputs, backward=False, size=4, **options):
+    """The records of the graphs that `rank` compiles of `make(rank)` for each list of inputs: forward and backward."""
+    kinds = [], []
+
+    def keep(kind):
+        def compiler(graph_module, example_inputs):
+            kind.append(_graph.graph_record(graph_module))
+            return make_boxed_func(graph_module.forward)
+
+        return compiler
+
+    with world(rank, size):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        backend = aot_autograd(fw_compiler=keep(kinds[0]), bw_compiler=keep(kinds[1]))
+        run = torch.compile(make(rank), backend=backend, **options)
+        for each in inputs(rank):
+            output = run(*each)
+            if backward:
+                output.sum().backward()
+    return kinds
+
+
+def reduced_block(x, weight):
+    return reduce(torch.tanh(x @ weight)).sin()
+
+
+def weights(count):
+    return [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(count)]
+
+
+def advice_break_on_data(rank):
+    def function(x, flag):
+        x = reduce(x.sin())
+        if rank == 3 and flag.sum() > 0:
+            x = x + 1
+        return reduce(x.cos()).exp()
+
+    return function
+
+
+def advice_linear(rank):
+    linear = torch.nn.Linear(4, 4)
+
+    def function(x):
+        return reduce(linear(x).relu()).exp()
+
+    return function
+
+
+def advice_matmul(rank):
+    def function(x, weight):
+        return reduce((x @ weight).relu()).exp()
+
+    return function
+
+
+def advice_backward(rank):
+    linear = torch.nn.Linear(4, 4)
+
+    def function(x):
+        return reduce((linear(x) * (3.0 if rank == 3 else 2.0)).sigmoid()).exp()
+
+    return function
+
+
+def advice_no_grad(rank):
+    function = advice_linear(rank)
+    return torch.no_grad()(function) if rank == 3 else function
+
+
+def advice_checkpoint(rank):
+    def function(x, first, second):
+        for weight in (first, second):
+            x = checkpoint(reduced_block, x, weight, use_reentrant=False) if rank == 3 else reduced_block(x, weight)
+        return x
+
+    return function
+
+
+def advice_blocks(rank):
+    def function(x, *of_blocks):
+        for weight in of_blocks:
+            x = x + reduced_block(x, weight)
+        return x
+
+    return function
+
+
+def advice_blocks_with_an_end(rank):
+    blocks = advice_blocks(rank)
+
+    def function(x, *of_blocks):
+        return blocks(x, *of_blocks).exp().sum()
+
+    return function
+
+
+def blocks_of(rank):
+    return [[torch.ones(8, 4), *weights(4 if rank == 3 else 3)]]
+
+
+def tower(image, weight):
+    return reduce(torch.relu(reduce(image @ weight)) @ weight)
+
+
+def advice_tower(rank):
+    def function(x, image, weight):
+        x = x.sin()
+        if image is not None:
+            x = x + tower(image, weight)
+        return reduce(x.cos()).exp() @ weight
+
+    return function
+
+
+def advice_tower_alone(rank):
+    return (lambda x, image, weight: tower(x, weight)) if rank == 3 else advice_tower(rank)
+
+
+def advice_experts(rank):
+    def function(x, index, own, up, down):
+        x = reduce(x @ own)
+        out = torch.zeros_like(x)
+        if index.shape[0] > 0:
+            tokens = torch.relu(x.index_select(0, index) @ up) @ down
+            out = out.index_add(0, index, tokens)
+        return x + reduce(out)
+
+    return function
+
+
+def advice_tail(rank):
+    def function(x):
+        y = reduce(x.sin()).cos()
+        return y if rank == 3 else y.exp()
+
+    return function
+
+
+def scaled(x, is_odd):
+    return x.tanh() if is_odd else x.relu()
+
+
+def advice_helper(rank):
+    def function(x):
+        return scaled(reduce(scaled(x, False)).exp(), rank == 3)
+
+    return function
+
+
+def advice_splits(rank):
+    sent = {0: [3, 1, 2, 2], 3: [4, 2, 1, 1]}[rank]
+    received = {0: [3, 1, 2, 4], 3: [2, 2, 2, 1]}[rank]
+
+    def function(x):
+        return funcol.wait_tensor(funcol.all_to_all_single(x, received, sent, ALL)).exp()
+
+    return function
+
+
+def advice_ring(rank):
+    sent, received = ([8 * (peer == (rank + step) % 4) for peer in ALL] for step in (1, -1))
+
+    def function(x):
+        return funcol.wait_tensor(funcol.all_to_all_single(x, received, sent, ALL)).exp()
+
+    return function
+
+
+def advice_own_index(rank):
+    def function(x):
+        return reduce(x.chunk(4)[rank]).exp()
+
+    return function
+
+
+def advice_uneven_bounds(rank):
+    def function(tokens):
+        return reduce((tokens >= {0: 0, 3: 48_001}[rank]) * 1.0)
+
+    return function
+
+
+class Embedding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(64, 8)
+
+    def forward(self, tokens):
+        return self.embed_tokens(tokens).relu()
+
+
+def advice_stock_embedding(rank):
+    mesh = init_device_mesh("cpu", (4,))
+    return parallelize_module(Embedding(), mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+
+
+def advice_stock_layout(rank):
+    mesh = init_device_mesh("cpu", (4,))
+
+    def function(x):
+        whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return reduce(whole.redistribute(mesh, [Shard(0)]).to_local() * 2)
+
+    return function
+
+
+class Advice(NamedTuple):
+    make: object
+    first: list  # what the first piece of advice says
+    inputs: object = lambda rank: [[torch.ones(8, 4)]]
+    which: str = "forward"  # the last such graph is compared
+    options: dict = {}  # noqa: RUF012
+    absent: tuple = ()  # what is in no piece of advice
+    number: int = -1  # which of the graphs of that kind
+
+
+NO_BREAK = ("TORCH_LOGS=graph_breaks says where",)
+NOT_INPUTS = ("take different inputs", "dtype is not the same")
+ADVICE = {
+    "a break on data": Advice(
+        advice_break_on_data, ["The graph of rank 3 ends (", "graph break (a branch on data)"],
+        lambda rank: [[torch.ones(8, 4), torch.ones(3)]], absent=(*BREAK_IS_NO, *NOT_INPUTS), number=0,
+    ),
+    "what follows a break on data": Advice(
+        advice_break_on_data, ["The graph of rank 3 begins (", "graph break (a branch on data)"],
+        lambda rank: [[torch.ones(8, 4), torch.ones(3)]], absent=(*BREAK_IS_NO, *NOT_INPUTS),
+    ),
+    "recompiled with dynamic shapes": Advice(
+        advice_linear, ["Rank 3 recompiled with dynamic shapes", "mark_dynamic", "or pad"],
+        lambda rank: [[torch.ones(8, 4)], [torch.ones(6, 4)]][: 2 if rank == 3 else 1], absent=NOT_INPUTS,
+    ),
+    "a batch as large as the hidden size": Advice(
+        advice_matmul, ["Ranks 0-2 recompiled with dynamic shapes, or with more of them", "mark_dynamic", "or pad"],
+        lambda rank: [[torch.ones(16 if rank == 3 else 8, 16), torch.ones(16, 16)]],
+        options={"dynamic": True}, absent=NOT_INPUTS,
+    ),
+    "a smaller last batch": Advice(
+        advice_matmul, ["Sizes are not the same on all ranks", "drop_last=True"],
+        lambda rank: [[torch.ones(6 if rank == 3 else 8, 16), torch.ones(16, 16)]],
+    ),
+    "backward": Advice(
+        advice_backward, ["backward graphs, and follow the forward ones: mend what differs there first"],
+        which="backward",
+    ),
+    "inference": Advice(
+        advice_no_grad, ["training on ranks 0-2, inference on rank 3", "different numbers of batches"],
+    ),
+    "a checkpointed forward": Advice(
+        advice_checkpoint, ["different operations"],
+        lambda rank: [[torch.ones(8, 4), *weights(2)]], absent=NO_BREAK,
+    ),
+    "a checkpointed backward": Advice(
+        advice_checkpoint, ["backward graphs"],
+        lambda rank: [[torch.ones(8, 4), *weights(2)]], "backward", absent=(*NO_BREAK, "block more"),
+    ),
+    "a block more": Advice(advice_blocks, ["1 block more on rank 3 ("], blocks_of, absent=NOT_INPUTS),
+    "a block more before the end": Advice(
+        advice_blocks_with_an_end, ["1 block more on rank 3 ("], blocks_of, absent=NOT_INPUTS
+    ),
+    "a tower": Advice(
+        advice_tower, ["A function or module (", " in tower, called from ", "runs on rank 3 only", "dummy input"],
+        lambda rank: [[torch.ones(8, 4), torch.ones(8, 4) if rank == 3 else None, *weights(1)]], absent=NOT_INPUTS,
+    ),
+    "a tower of its own": Advice(
+        advice_tower_alone, ["different parts of the program", " in tower", " in function", "with a dummy input"],
+        lambda rank: [[torch.ones(8, 4), None, *weights(1)]],
+    ),
+    "an empty index": Advice(
+        advice_experts, ["different operations", "an input that is empty"],
+        lambda rank: [[torch.ones(8, 4), torch.arange(0 if rank == 3 else 5), *weights(3)]],
+        options={"dynamic": True}, absent=NOT_INPUTS,
+    ),
+    "one node more at the end": Advice(advice_tail, ["different operations"], absent=NO_BREAK),
+    "an op in a helper": Advice(advice_helper, [" in scaled, called from ", " in function"]),
+    "split sizes": Advice(advice_splits, ["Split sizes are data (", "fixed capacity"], absent=("an epsilon",)),
+    "a ring": Advice(advice_ring, ["a ring or a shift (", "must differ", "partial=True"], absent=("an epsilon",)),
+    "the rank as an index, on two ranks": Advice(
+        advice_own_index, ["A number that depends on the rank (`0` to `3`)"], absent=("a seed",)
+    ),
+    "bounds of uneven shards": Advice(
+        advice_uneven_bounds, ["The bounds of each rank's shard (`0` to `48001`)", "persistent=False"],
+        lambda rank: [[torch.arange(8)]], absent=("a seed",),
+    ),
+    "an embedding that torch has sharded": Advice(
+        advice_stock_embedding, ["not your code", "module `embed_tokens`", "partial=True", "another layout"],
+        lambda rank: [[torch.arange(8)]], absent=("register_buffer", "a seed"),
+    ),
+    "a layout that torch has changed": Advice(
+        advice_stock_layout, ["not your code", "partial=True"], absent=("Pass it in as a tensor", "a seed")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_first_advice_goes_by_the_evidence(name):
+    case = ADVICE[name]
+    backward = case.which == "backward"
+    usual, odd = (
+        graphs_of(rank, case.make, case.inputs, backward, **case.options)[backward][case.number] for rank in (0, 3)
+    )
+    report = report_of([usual, usual, usual, odd])
+    advice = report.facts["advice"]
+    assert [words for words in case.first if words not in advice[0]] == [], report.text()
+    assert [words for words in case.absent if words in " ".join(advice)] == [], report.text()
+
+
+def test_an_unhashable_graph_says_why_in_the_report():
+    texts = []
+    for rank in (0, 3):
+        with world(rank):
+            all_reduce = torch.ops._c10d_functional.all_reduce.default
+            graph_module = built((dist.get_rank, ()), (all_reduce, ({0}, "sum", "0")))
+            if rank == 3:
+                (node,) = graph_module.graph.find_nodes(op="call_function", target=dist.get_rank)
+                node.kwargs = {"group": object()}
+            texts.append(_graph.graph_record(graph_module))
+    first, *others = report_of([*texts[:1] * 3, texts[1]]).facts["advice"]
+    assert first.startswith("The graph of rank 3 can't be hashed") and "an object of class builtins.object" in first
+    assert not any("Python value" in each or "argument that no tensor" in each for each in others)
 
 
 def test_equal_programs_have_no_differences():
@@ -498,14 +844,16 @@ def test_what_is_advised_for_shard_offsets_gives_one_graph():
         ({0: "0.1", 1: "0.2", 2: "0.30000000000000004"}, [], "0.1 · (rank + 1)"),
         ({0: "9007199254740993", 1: "9007199254740994", 2: "9007199254740995"}, [], "rank + 9007199254740993"),
         ({0: "2", 1: "3", 2: "4"}, [], "rank + 2"),
-        ({0: "0", 1: "64", 2: "0", 3: "64"}, [], "64 · (rank % 2)"),
-        ({0: "0", 1: "0", 2: "64", 3: "64"}, [], "64 · (rank // 2)"),
+        ({0: "0", 1: "64", 2: "0", 3: "64"}, [(0, 1), (2, 3)], "64 · (rank in its group of 2)"),
+        ({0: "0", 1: "0", 2: "64", 3: "64"}, [(0, 2), (1, 3)], "64 · (rank in its group of 2)"),
         ({0: "0", 3: "64", 5: "128"}, [(0, 3, 5)], "64 · (rank in its group of 3)"),
         ({0: "0", 3: "64", 1: "0", 4: "64"}, [(0, 3), (1, 4)], "64 · (rank in its group of 2)"),
         ({0: "0", 1: "1" + "0" * 39, 2: "2" + "0" * 39}, [], f"{10**39} · rank"),
         # No formula: too large, two points with any line through them, one that is off, no numbers, all equal.
         ({0: "3", 1: "10"}, [], ""),
         ({0: "0", 1: "1"}, [], ""),
+        ({0: "0", 2: "2"}, [(0, 2), (1, 3)], ""),
+        ({0: "0", 1: "64", 2: "0", 3: "64"}, [], ""),
         ({0: "0", 1: "10", 2: "20", 3: "31"}, [], ""),
         ({0: "True", 1: "False", 2: "True"}, [], ""),
         ({0: "'a'", 1: "'b'"}, [], ""),

@@ -34,16 +34,16 @@ CORE = {
 }
 EXTRAS = {
     "_observe.py": 200,
-    "_graph.py": 1135,
+    "_graph.py": 1170,
     "_graph_plan.py": 1250,
-    "_graph_diff.py": 1020,
-    "_graph_report.py": 970,
+    "_graph_diff.py": 1070,
+    "_graph_report.py": 1005,
     "_graph_text.py": 600,
     "_graph_explain.py": 440,
 }
 TOOLS = {"bench.py": 700}
 MOST_LINES_OF_THE_CORE = 3800
-MOST_LINES = 9500
+MOST_LINES = 9600
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")
