@@ -521,8 +521,8 @@ def connect(client: Client, find: "Callable[[], Endpoint]", facts: dict[str, Any
         tried = "; ".join(f"{where}: {what}" for where, what in search.happened.items())
         if not deadline.remaining():
             text = f"rank {client.rank} found no handshake coordinator within {deadline.seconds:.1f} s: {tried}"
-            text += ". Is its rank up, has it made a Handshake(), and is it there (MASTER_ADDR, "
-            text += "TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?"
+            text += ". Is its rank up, has it made a Handshake(), and not closed it already, and is it there "
+            text += "(MASTER_ADDR, TORCH_TPU_INTERNAL_HANDSHAKE_PORT)?"
             ranks = [int(facts["coordinator_rank"])]
             raise HandshakePeerLostError(text, ranks=ranks, seconds=deadline.seconds)
         if deadline.seconds - deadline.remaining() >= notice_at:

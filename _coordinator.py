@@ -3,8 +3,10 @@
 
 It runs in a child process of the coordinator rank: a thread beside a busy Python main thread waits up to 5 ms for the
 interpreter lock at every message. The child is started isolated, and loads these files by path, since their folder may
-hold a stranger's `multiprocessing.py`. It ends when its control channel is closed or its parent dies. Where no child
-can be started the same `Server` runs in a thread.
+hold a stranger's `multiprocessing.py`. Where no child can be started the same `Server` runs in a thread.
+
+It ends when its control channel is closed or its parent dies. A byte on that channel says that its rank has left
+regularly: it ends once no other rank needs it. What the rank's log must still be told comes back on the channel.
 
 What follows a split is done by *extras*, in files that may be absent: `_graph_plan.Rounds`, loaded when a plan is first
 wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` says all that the core knows of them.
@@ -16,6 +18,7 @@ import hmac
 import importlib.util
 import json
 import logging
+import math
 import os
 import resource
 import select
@@ -32,11 +35,11 @@ from typing import Any, NamedTuple
 if __package__:
     from . import _protocol
     from ._consensus import Decision, Line, Outcome, Program, _CollectiveHandshakeConsensus
-    from ._vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
+    from ._vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, format_ranks, shorten
 else:
     import _protocol
     from _consensus import Decision, Line, Outcome, Program, _CollectiveHandshakeConsensus
-    from _vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, shorten
+    from _vocabulary import HandshakeError, HandshakeProtocolError, as_process_group_id, format_ranks, shorten
 
 logger = logging.getLogger("torch_tpu.handshake")
 
@@ -50,6 +53,8 @@ READ_BYTES = 4096  # one read; a vote on one group is 42
 # whether strangers are overdue, and, after running out of descriptors, whether connections can be accepted again.
 LOOK_UP_S = 0.5
 CLOSE_WITHIN_S = 1.0  # for the last bytes (goodbyes), to all ranks together
+TELL_AFTER_S = 1.0  # when its rank has left, and others are still there
+GRAPHS_WITHIN_S = 2.0  # for reports, when its rank has failed
 MAX_PROGRAMS = 1024  # whose names and collectives are kept, the last ones; of others messages show the digest
 MAX_MESSAGES = 256  # for the coordinator rank's log, each once; strangers can cause some
 # What all ranks must have the same of, and what to do where one has not.
@@ -140,8 +145,8 @@ class Server:
     """Serves one job's handshakes on a listening socket until its control channel is closed."""
 
     def __init__(self, listener: socket.socket, control: socket.socket, config: Config, parent: int | None) -> None:
-        """`listener` is bound and listens. `control` is one end of a pair: the server ends when the other end is shut
-        down, or when `parent`, a process's id or None, is not its parent any more."""
+        """`listener` is bound and listens. `control` is one end of a pair, the rank has the other. `parent`: the id of
+        the process that must be its parent, or None."""
         self._listener, self._control = listener, control
         self._config, self._parent = config, parent
         self._rank = int(config.facts["rank"])
@@ -155,7 +160,10 @@ class Server:
         self._stuck: set[_Connection] = set()  # those that read nothing, until the end of this turn
         self._now = self._look_up_at = 0.0
         self._messages: set[str] = set()  # for the coordinator rank's log
-        self._unread: list[str] = []  # those for which it has not connected yet
+        self._unread: list[str] = []  # those for which it is not connected
+        self._facts = {self._rank: config.facts}  # of the ranks that have connected so far
+        self._has_left = False  # its rank; and then, when the log is told, and when it ends at the latest
+        self._tell_at = self._end_at = math.inf
         self._told: tuple[Any, int, bytes] = (None, 0, b"")  # the last finding, and what ranks are told of it
         self._extras: dict[int, Any] = {}
         if config.debug:
@@ -182,7 +190,9 @@ class Server:
                     elif descriptor == listening:
                         self._accept()
                     elif descriptor == ending:
-                        return
+                        self._leave()
+                if self._has_left and not self._is_needed():
+                    return
                 if deadline <= self._now:
                     if self._parent not in (None, os.getppid()):
                         return
@@ -200,6 +210,26 @@ class Server:
         finally:
             own = self._consensus.voter(self._rank).lost
             self._close(f"{reason}: {own}" if own.startswith(_protocol.BROKE_OFF) else reason)
+
+    def _leave(self) -> None:
+        """Its rank has left, regularly or not."""
+        self._has_left = True
+        if not self._control.recv(1):
+            self._end_at = self._now + GRAPHS_WITHIN_S
+            self._epoll.unregister(self._control)
+            return
+        self._tell_at = self._now + TELL_AFTER_S
+        own = self._consensus.voter(self._rank)
+        if not own.label:  # it never connected, and the others wait for it
+            own.label = f"{self._facts[self._rank]['host']}:{self._facts[self._rank]['pid']}"
+            self._answer(self._consensus.drop_rank(self._rank, self._now, "it closed its handshake"))
+
+    def _is_needed(self) -> bool:
+        """Whether there is a reason to go on without its rank."""
+        if self._end_at == math.inf:
+            return bool(self._of_rank) or len(self._facts) < self._world_size
+        reports = self._extras.get(_protocol.REPORTS)
+        return self._now < self._end_at and reports is not None and reports.next_deadline() is not None
 
     def _look_at_the_clock(self) -> None:
         now = self._now
@@ -219,19 +249,25 @@ class Server:
                 if connection.voter is None and connection.hello_by <= now:
                     self._drop(connection, "it did not say who it is")
             self._epoll.modify(self._listener, select.EPOLLIN)
+            if self._tell_at <= now:
+                self._tell_at = math.inf
+                missing = set(range(self._world_size)) - self._facts.keys()
+                late = ((self._of_rank, "connected"), (missing, "not connected yet"))
+                who = " and ".join(f"{format_ranks(sorted(ranks))} ({how})" for ranks, how in late if ranks)
+                self._tell(f"rank {self._rank} has closed its handshake; for a moment it still coordinates for {who}")
 
     def _close(self, reason: str) -> None:
         self._listener.close()
         for number, extra in self._extras.items():
             self._reply(number, extra.close())
+        self._has_left = True
+        self._send_unread()
         until = time.monotonic() + CLOSE_WITHIN_S
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.sock.settimeout(max(0.0, until - time.monotonic()))
                 connection.unsent += _protocol.encode(_protocol.Goodbye(reason))
                 connection.sock.sendall(connection.unsent)
-        for text in self._unread:
-            logger.warning("handshake: %s", text)
         self.abandon()
 
     def abandon(self) -> None:
@@ -343,6 +379,7 @@ class Server:
         voter.label, connection.voter = connection.label, voter
         connection.decoder.kinds, connection.decoder.world_size = _protocol.FROM_RANK, self._world_size
         self._of_rank[rank] = connection
+        self._facts[rank] = facts
         self._consensus.rejoin_rank(rank)
         self._send(connection, answer)
         self._send_unread()
@@ -457,6 +494,8 @@ class Server:
                 message = _protocol.Notice(payload.decode("utf-8", "replace"))
             if rank in self._of_rank:
                 self._send(self._of_rank[rank], _protocol.encode(message))
+            elif isinstance(message, _protocol.Notice) and rank == self._rank:
+                self._unread.append(message.text)
 
     def _load(self, extra: int) -> bool:
         """Whether there is this extra; its absence is said once."""
@@ -473,7 +512,7 @@ class Server:
         return extra in self._extras
 
     def _facts_of(self, rank: int) -> dict[str, Any]:
-        return self._of_rank[rank].facts if rank in self._of_rank else {}
+        return self._facts.get(rank, {})
 
     def _tell(self, text: str, once_for: str = "") -> None:
         """Has the coordinator rank log it, unless it, or another text for the same `once_for`, was before. Strangers
@@ -485,8 +524,17 @@ class Server:
             self._send_unread()
 
     def _send_unread(self) -> None:
-        while self._unread and self._rank in self._of_rank:
-            self._send(self._of_rank[self._rank], _protocol.encode(_protocol.Notice(self._unread.pop(0))))
+        while self._unread and (self._rank in self._of_rank or self._has_left):
+            text = self._unread.pop(0)
+            notice = _protocol.encode(_protocol.Notice(text))
+            if self._rank in self._of_rank:
+                self._send(self._of_rank[self._rank], notice)
+                continue
+            try:
+                self._control.settimeout(CLOSE_WITHIN_S)
+                self._control.sendall(notice)
+            except OSError:  # the process of its rank is gone
+                logger.warning("handshake: %s", text)
 
     def _send(self, connection: _Connection, data: bytes | bytearray = b"") -> None:
         """Sends it, after what waits to be sent already. What the socket does not take waits."""
@@ -524,7 +572,8 @@ class Coordinator:
     """A running coordinator, in a child process or in a thread of this one. `pid` is the child's, or None."""
 
     START_WITHIN_S = 20.0  # the child's interpreter starts in some 50 ms; a loaded host may need seconds
-    END_WITHIN_S = 5.0  # then it is killed: later than its goodbyes and its reports may take
+    STAY_S = 10.0  # for other ranks, when its own has left regularly
+    END_WITHIN_S = 8.0  # then it is killed: later than its goodbyes and its reports may take
 
     def __init__(self, listener: socket.socket, config: Config, kind: str) -> None:
         """Starts it. `listener` is handed over. `kind` is "process" or "thread"; where no process can be started,
@@ -564,11 +613,17 @@ class Coordinator:
         self.pid = self._process.pid
         listener.close()
 
-    def close(self) -> None:
-        """Ends it and waits for its end. Idempotent."""
-        with contextlib.suppress(OSError):
-            # Not only closed: a process that was forked from this one may hold the descriptor too.
-            self._control.shutdown(socket.SHUT_RDWR)
+    def close(self, stays: bool = False) -> None:
+        """Ends it and waits for its end; first, if it `stays`, for the other ranks. Idempotent."""
+        with contextlib.suppress(OSError):  # it was closed, or has ended
+            try:
+                if stays:
+                    self._control.sendall(b"L")
+                    self._log_until_it_ends(self.STAY_S)
+            finally:
+                # Not only closed: a process that was forked from this one may hold the descriptor too.
+                self._control.shutdown(socket.SHUT_WR)
+            self._log_until_it_ends(self.END_WITHIN_S)
         self._control.close()
         if self._process is not None:
             try:
@@ -578,6 +633,19 @@ class Coordinator:
                 self._process.wait()
         elif self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.END_WITHIN_S)
+
+    def _log_until_it_ends(self, within_s: float) -> None:
+        decoder, until = _protocol.Decoder(frozenset({_protocol.NOTICE})), time.monotonic() + within_s
+        while (left_s := until - time.monotonic()) > 0:
+            self._control.settimeout(left_s)
+            try:
+                data = self._control.recv(READ_BYTES)
+            except TimeoutError:
+                return
+            if not data:
+                return
+            for notice in decoder.feed(data):
+                logger.warning("handshake: %s", getattr(notice, "text", notice))
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, without a word to it."""

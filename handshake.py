@@ -62,6 +62,7 @@ GraphText = str | Callable[[], str] | None  # see `submit_handshake`
 # Graphs whose splits are counted, or of which it is known that they were agreed. A job that makes new ones for ever is
 # told of old ones once more.
 MAX_SPLITS_COUNTED = 10_000
+GRAPHS_WITHIN_S = 3.0  # for the last reports, when a rank leaves
 _COUNTED_AS = ("handshakes", "fat", "split", "timeout", "peer_lost", "refused")  # by an outcome's number
 
 
@@ -79,6 +80,7 @@ class _Session:
         self.splits: dict[str, int] = {}  # by fingerprint
         self.votes_once = settings.stage is HandshakeStage.COMPILE_STAGE
         self.agreed: set[str] = set()  # fingerprints that were, where graphs vote once
+        self.graphs: list[threading.Thread] = []  # that are on their way to the coordinator
         self._connecting = threading.Lock()
         self._connect_within = _rendezvous.Deadline(0.0)
         self._connect_failure: HandshakeError | None = None
@@ -178,8 +180,12 @@ class _Session:
             logger.error("handshake: rank %d tells the others that %s", self.settings.rank, what)
             self.client.close(f"{what}. It votes no more: restart the job", what)
 
-    def close(self) -> None:
-        """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent."""
+    def close(self, failure: object = None) -> None:
+        """Ends the connection, and the coordinator where it runs; forgets the counts. Idempotent. `failure`: the class
+        of the exception that has ended the program, if it was one."""
+        until = time.monotonic() + GRAPHS_WITHIN_S
+        for thread in self.graphs:
+            thread.join(max(0.0, until - time.monotonic()))
         with self.lock:
             if not self.closed:
                 self.closed = "the handshake was closed; make a new Handshake()"
@@ -187,7 +193,8 @@ class _Session:
             self._connect_within.cut()
         self.client.close(self.closed)
         if self._coordinator is not None:
-            self._coordinator.close()
+            # Where this rank fails, nobody waits for others.
+            self._coordinator.close(stays=(failure or sys.exc_info()[0]) in (None, SystemExit))
 
     def abandon(self) -> None:
         """In a forked child: lets go without a word."""
@@ -374,8 +381,9 @@ class Handshake:
         self._session.break_off(reason)
 
     def close(self) -> None:
-        """Leaves: ranks that wait for this one are told so. On the coordinator rank this ends the coordinator too,
-        for all ranks. Idempotent; done at exit. A new `Handshake()` starts anew, at position 0 of each line."""
+        """Leaves: ranks that wait for this one are told so. Idempotent; done at exit. A new `Handshake()` starts anew,
+        at position 0 of each line. On the coordinator rank this ends the coordinator too, for all ranks: it waits until
+        all have been there and left, for 10 s at most; but not where an exception ends the program."""
         self._session.close()
 
     @classmethod
@@ -505,7 +513,9 @@ class Ticket:
         if reports is not None:
             channel = _client.Channel(client, pending, _protocol.REPORTS, wait_s)
             arguments = (channel, self._text)
-            threading.Thread(target=reports.send_graph, args=arguments, name="handshake-graph", daemon=True).start()
+            thread = threading.Thread(target=reports.send_graph, args=arguments, name="handshake-graph", daemon=True)
+            thread.start()
+            self._session.graphs = [one for one in self._session.graphs if one.is_alive()] + [thread]
         plans = _extra("_graph_plan") if pending.flags & _protocol.PLAN else None
         if plans is not None:
             # The coordinator ends an exchange at its own timeout.
@@ -745,7 +755,7 @@ class DispatchGate:
 
 def _close() -> None:
     if _session is not None:
-        _session.close()
+        _session.close(getattr(sys, "last_type", None))
 
 
 def _forget_after_fork() -> None:

@@ -92,7 +92,7 @@ def test_a_rank_that_is_gone_is_known_to_those_who_wait_for_it(end):
 
 
 @needs_proc
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit", "a normal end", "SIGKILL with a forked child"])
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit", "SIGKILL with a forked child"])
 def test_the_coordinators_rank_is_gone(end):
     with RankProcess() as zero, contextlib.ExitStack() as stack:
         about = zero.make(0, 0)
@@ -105,8 +105,6 @@ def test_the_coordinators_rank_is_gone(end):
             zero.call("fork")
         if end == "exit":
             zero.send("exit_now")
-        elif end == "a normal end":
-            zero.process.stdin.close()
         else:
             zero.process.send_signal(signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
         for rank, error in zip((1, 2), lost(*tickets), strict=True):
