@@ -263,7 +263,7 @@ class Server:
         self._has_left = True
         self._send_unread()
         until = time.monotonic() + CLOSE_WITHIN_S
-        for connection in self._connections.values():
+        for connection in self._of_rank.values():
             with contextlib.suppress(OSError):
                 connection.sock.settimeout(max(0.0, until - time.monotonic()))
                 connection.unsent += _protocol.encode(_protocol.Goodbye(reason))
@@ -368,12 +368,16 @@ class Server:
         if refusal:
             text = f"a connection from {connection.peer} was refused: {refusal}"
             self._tell(text, "" if is_known else connection.peer)
-            if is_in_world and rank not in self._of_rank:  # those who wait for this rank are told
+            # Those who wait for this rank are told.
+            if is_in_world and rank not in self._of_rank and self._consensus.voter(rank).last is None:
                 who = connection.label if is_known else connection.peer
                 self._consensus.voter(rank).label = f"{who}, which was refused: {refusal}"
             self._send(connection, answer)
             return refusal
         voter, timeout_s = self._consensus.voter(rank), facts.get("timeout_s")
+        if voter.last is not None:  # without an answer it tries again, until the next coordinator is here
+            self._tell(f"rank {rank} ({connection.label}) has closed its handshake and made another; it waits for all")
+            return "it was opened anew"
         if isinstance(timeout_s, int | float) and 0 < timeout_s < sys.float_info.max:
             voter.timeout_s = float(timeout_s)
         voter.label, connection.voter = connection.label, voter
@@ -387,7 +391,7 @@ class Server:
 
     def _refusal(self, connection: _Connection, is_known: bool, is_in_world: bool) -> str:
         ours, theirs = self._config.facts, connection.facts
-        rank = theirs.get("rank")
+        rank: Any = theirs.get("rank")
         us = f"the coordinator (rank {self._rank}, {ours.get('host', '?')}:{ours.get('pid', '?')})"
         them = f"rank {rank} ({connection.label})"
         if not is_known:
@@ -402,10 +406,17 @@ class Server:
                 name = fact if fact == "torch_tpu" else fact.replace("_", " ")
                 return f"{name} differs: {shorten(str(other), 300)} on {them}, {mine} on {us}. {what_to_do}"
         if rank in self._of_rank:
+            self._read(self._of_rank[rank])  # it may have ended just now
+        if rank in self._of_rank:
             both = f"{self._of_rank[rank].label}, which is connected, and {connection.label}"
             text = f"two processes say that they are rank {rank}: {both}. Give each process a RANK of its own"
             self._send(self._of_rank[rank], _protocol.encode(_protocol.Notice(text)))
             return text
+        voter = self._consensus.voter(rank)
+        if voter.last is not None and voter.label != connection.label:  # what it had counted is lost
+            what_to_do = "restart the job, or close() the handshake on all ranks and make a new one"
+            voter.lost = f"it was restarted alone ({voter.label}, then {connection.label}): {what_to_do}"
+            return f"rank {rank} can't go on: {voter.lost}"
         return ""
 
     def _drop(self, connection: _Connection, reason: str) -> None:

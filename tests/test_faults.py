@@ -86,9 +86,42 @@ def test_a_rank_that_is_gone_is_known_to_those_who_wait_for_it(end):
 
         with RankProcess() as again:
             again.make(2, ranks[0].address[1])
-            assert again.call("connect") == {"value": None}
-            again.send("submit", spans=[[[0, 2], 0, 1]])
-            assert ranks[0].submit(request(0, ((0, 2), 0, 1))) is True, "a rank that is back takes part again"
+            answer = again.call("connect")
+            host = socket.gethostname()
+            restarted = f"it was restarted alone ({host}:{two.pid}, then {host}:{again.pid}): restart the job, or"
+            assert answer["error"] == "HandshakeProtocolError" and restarted in answer["text"]
+            for error in lost(*(h.submit_async(request(h.rank, (WORLD, 1, 1))) for h in ranks)):
+                assert restarted in str(error), "at once, and to all"
+
+
+def test_a_rank_that_was_restarted_before_it_has_voted_takes_part():
+    with job(2, ranks=(0,)) as (zero,):
+        for _ in range(2):
+            with RankProcess() as one:
+                one.make(1, zero.address[1], world_size=2)
+                assert one.call("connect") == {"value": None}
+        with RankProcess() as one:
+            one.make(1, zero.address[1], world_size=2)
+            assert one.call("connect") == {"value": None}
+            one.send("submit", spans=[[PAIR, 0, 1]])
+            assert zero.submit(request(0, (PAIR, 0, 1))) is True
+
+
+def test_ranks_close_and_open_anew_in_any_order():
+    """Rank 1 comes back to the old coordinator, which has yet to end, and waits for the new one on the same port."""
+    with job(2) as ranks:
+        assert submit_all(ranks, (PAIR, 0, 1)) == [True, True]
+        options = {"host": "127.0.0.1", "port": ranks[0].address[1], "world_size": 2, "timeout_s": PATIENCE_S}
+        told = ranks[0]._session._coordinator._server._messages
+
+        def open_and_vote(rank):
+            if rank == 0:
+                until(lambda: any("closed its handshake and made another" in text for text in told), "rank 1")
+            ranks[rank].close()
+            with open_rank(rank, coordinator="thread", **options) as again:
+                return again.submit(request(rank, (PAIR, 0, 1)))
+
+        assert together(lambda: open_and_vote(0), lambda: open_and_vote(1)) == [True, True]
 
 
 @needs_proc
