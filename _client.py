@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's connection to the coordinator, and its collective lines: votes out, verdicts in, from any number of threads.
 
-There is no reader thread. A thread that waits for its verdict reads the socket itself, and hands on what is for others;
-while one thread reads, the others wait for it. So with one thread, which is the usual case, a handshake is one `send`
-and one `recv`, and no thread is woken in between.
+There is no reader thread. The first of the threads that wait for a verdict reads the socket itself, and hands on what
+is for the others. So with one thread, which is the usual case, a handshake is one `send` and one `recv`, and no thread
+is woken in between.
+
+A signal handler's exception can come between any two calls, and out of one that blocks. So what is sent, received, or
+waited for is noted by one call of a builtin, and nobody waits on a condition variable, which may let go of its lock
+twice then. At worst this rank gives up its connection: it gets an error that says so, and the others know at once.
 
 A vote is counted on its lines and sent under one lock, in one step (`vote`). Who counts for himself and submits
 afterwards (`vote_counted`) may be overtaken by another thread in between: a vote that leaves a gap behind this rank's
@@ -16,8 +20,10 @@ import functools
 import hmac
 import logging
 import os
+import queue
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -70,6 +76,16 @@ class Line:
     position: int  # where the next graph starts
     eager: int = 0  # how many of the counted ones were issued outside any graph, where votes are counted elsewhere
     gaps: deque[tuple[int, int]] = dataclasses.field(default_factory=lambda: deque(maxlen=MAX_GAPS))  # given up
+
+
+class _Reader:
+    """A thread that waits for something to come, and what wakes it."""
+
+    __slots__ = ("bell", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
 class PendingVote:
@@ -139,11 +155,7 @@ class Client:
         self._votes_wait_for_others = 0
         self._number = 0
         self._votes: dict[int, PendingVote] = {}  # those without a verdict, and those about which a plan is sought
-        # Reentrant, because a signal handler's exception can come between taking it and `try`: it stays taken then, and
-        # its thread must be able to read on.
-        self._reading = threading.RLock()
-        self._turn = threading.Condition()
-        self._others_wait = 0
+        self._readers: list[_Reader] = []  # who waits for something to come; the thread of the first reads
         self._quiet_at = 0.0  # when the last read began that found nothing
         self.is_connected = False
         self._joining = threading.Lock()
@@ -297,35 +309,36 @@ class Client:
 
     def wait(self, pending: PendingVote, deadline: float, wanted: str = "outcome") -> None:
         """Blocks until the verdict ("outcome") or "mail" is there. Raises HandshakePeerLostError where the coordinator
-        is gone, HandshakeProtocolError where it broke the protocol, or says that this rank did, HandshakeTimeoutError
-        where it has said nothing until the deadline, a time of `time.monotonic`."""
-        while not getattr(pending, wanted):
-            reads = self._reading.acquire(False)
-            if not reads:
-                with self._turn:
-                    self._others_wait += 1  # from now on, who stops reading wakes this thread
-                    try:
-                        reads = self._reading.acquire(False)
-                        if not reads and not getattr(pending, wanted):
-                            self._turn.wait(LOOK_UP_S)
-                    finally:
-                        self._others_wait -= 1
-            if reads:
-                try:
+        is gone, or has said nothing until the deadline, a time of `time.monotonic`; HandshakeProtocolError where it
+        broke the protocol, or says that this rank did. For vote number 0, reads what has come."""
+        reader = _Reader()
+        try:
+            self._readers.append(reader)
+            while not getattr(pending, wanted):
+                if self._is_first(reader):
                     while self._failure is None and self._quiet_at < deadline and not getattr(pending, wanted):
                         self._read()
-                finally:
-                    self._reading.release()
-                    if self._others_wait:
-                        self._wake_others()
-            # Not by the clock alone: what came while this process was stopped has yet to be read.
-            is_over = self._quiet_at >= deadline
-            if not getattr(pending, wanted):
-                self._raise_failure()
-                if is_over:
-                    text = "has not answered in time, and not ended the wait either: its process hangs, or its host is "
-                    text = f"{self._coordinator_name()} {text}not reachable any more. Look at that process"
-                    raise self._error(_vocabulary.HandshakeTimeoutError, text)
+                # Not by the clock alone: what came while this process was stopped has yet to be read.
+                is_over = self._quiet_at >= deadline
+                if not getattr(pending, wanted):
+                    self._raise_failure()
+                    if is_over and not pending.number:
+                        return
+                    if is_over:
+                        how = "its process hangs, or its host is not reachable any more"
+                        self._fail(f"it has not answered in time: {how}. Other ranks may have been answered, and go on")
+        finally:
+            if reader in self._readers:
+                self._readers.remove(reader)
+            self._wake_others()
+
+    def _is_first(self, reader: "_Reader") -> bool:
+        """Whether it is this thread's turn to read. If not, waits until there may be news, for LOOK_UP_S at most."""
+        is_first = self._readers[0].thread == reader.thread
+        if not is_first:
+            with contextlib.suppress(queue.Empty):
+                reader.bell.get(timeout=LOOK_UP_S)
+        return is_first
 
     def read_on(self) -> None:
         """Reads what comes until the connection ends, for a thread that does nothing else."""
@@ -333,26 +346,31 @@ class Client:
             self.wait(PendingVote(0), float("inf"))
 
     def _wake_others(self) -> None:
-        with self._turn:
-            self._turn.notify_all()
+        for reader in tuple(self._readers):
+            reader.bell.put(None)
 
     def _read(self) -> None:
         """Reads once, for LOOK_UP_S at most, and hands out what came."""
         began = time.monotonic()
-        data = b""
+        received: list[bytes] = []
         try:
-            data = self._sock.recv(READ_BYTES)
-            if not data:
+            received.extend(map(self._sock.recv, (READ_BYTES,)))
+            if not received[0]:
                 self._fail("its process exited, or its host is gone")
-            for message in self._decoder.feed(data):
+            for message in self._decoder.feed(received[0]):
                 self._handle(message)
         except BlockingIOError:
-            pass
-        except OSError as error:
-            self._fail(_protocol.how_it_broke(error))
+            if getattr(sys, "last_type", None) is not None and getattr(threading, "_SHUTTING_DOWN", False):
+                self.close("an exception has ended the main thread, and so this process ends")
         except HandshakeProtocolError as error:
             self._fail(str(error), HandshakeProtocolError)
-        if len(data) < READ_BYTES:
+        except BaseException as error:
+            if not isinstance(error, OSError) or error.errno is None:  # a signal handler's
+                if received:
+                    self._fail("a signal handler's exception has come while a message was read")
+                raise
+            self._fail(_protocol.how_it_broke(error))
+        if len(b"".join(received)) < READ_BYTES:
             self._quiet_at = began  # all that had come by then is handed out
 
     def _handle(self, message: _protocol.Message) -> None:
@@ -367,7 +385,7 @@ class Client:
                 del self._votes[number]
             elif pending.is_abandoned:
                 self._call_off(pending)
-            if self._others_wait:
+            if len(self._readers) > 1:
                 self._wake_others()
         elif isinstance(message, _protocol.Notice):
             logger.warning("handshake: %s", message.text)
@@ -431,21 +449,24 @@ class Client:
         """Sends a frame, and what is to go ahead of it. `lock` is held."""
         if self._failure is not None:
             self._raise_failure()
-        while self.ahead:
-            data = self.ahead.popleft() + data
+        sent: list[int] = []
         try:
-            self._sock.sendall(data)
+            while self.ahead:
+                data = self.ahead.popleft() + data
+            while (left := len(data) - sum(sent)) > 0:
+                sent.extend(map(self._sock.send, (data[-left:],)))  # `sendall` does not tell what has left
             self.bytes_sent += len(data)
-        except OSError as error:
+        except BaseException as error:
+            if sum(sent) == len(data):  # a signal handler's, and nothing is amiss
+                raise
+            if not isinstance(error, OSError) or error.errno is None:
+                self._fail("a signal handler's exception has come while a message was sent")
+                raise
             # What the coordinator said before it closed tells more than this error; it may still be unread.
-            with contextlib.suppress(_vocabulary.HandshakeTimeoutError):
-                self.wait(PendingVote(0), time.monotonic())
+            self.wait(PendingVote(0), time.monotonic())
             stuck = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
             self._fail(stuck if isinstance(error, BlockingIOError) else _protocol.how_it_broke(error))
             self._raise_failure()
-        except BaseException:
-            self._fail("a send was interrupted, and nobody knows how much of it has left")
-            raise
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -458,7 +479,14 @@ class Client:
         if self._failure is None:
             what_to_do = "No handshake is possible any more; look at the log of that rank, and restart the job"
             self._failure = (kind, f"{self._coordinator_name()} is lost: {why}. {what_to_do}")
+            self._shut()
         self._wake_others()
+
+    def _shut(self) -> None:
+        """The coordinator sees the end of the connection, and so does a thread that reads."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def _coordinator_name(self) -> str:
         rank, host, pid = map(self.coordinator.get, ("rank", "host", "pid"))
@@ -478,13 +506,16 @@ class Client:
                     sock.sendall(_protocol.encode(_protocol.Goodbye(farewell)))
             finally:
                 self.lock.release()
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+        self._shut()
         self._wake_others()
         # A thread that reads is woken by the shutdown; only then may the descriptor's number be used again.
-        if self._reading.acquire(timeout=2 * LOOK_UP_S):
-            sock.close()
-            self._reading.release()
+        reader = _Reader()
+        try:
+            self._readers.append(reader)
+            if any(self._is_first(reader) for _ in range(3)):
+                sock.close()
+        finally:
+            self._readers.remove(reader)
 
     def abandon(self, reason: str) -> None:
         """In a forked child: lets go of the parent's connection, without a word to the coordinator."""

@@ -53,7 +53,8 @@ class HandshakeTimeoutError(HandshakeError, TimeoutError):
 
 
 class HandshakePeerLostError(HandshakeError, ConnectionError):
-    """A rank that a vote needs, or the coordinator, is gone."""
+    """A rank that a vote needs, or the coordinator, is gone, or the coordinator does not answer. Where it is the
+    coordinator, others may have been told True for the same vote, and have gone on: end this rank."""
 
 
 class HandshakeProtocolError(HandshakeError, ValueError):

@@ -376,12 +376,59 @@ def test_after_an_interrupted_send_nothing_more_is_sent(cast_next):
     with running() as job:
         zero, one = job.all_clients()
         assert outcomes([zero, one], (PAIR, 0, 1)) == [FAT, FAT]
-        sock, zero._sock = zero._sock, Hooked(zero._sock, sendall=failing(KeyboardInterrupt()))
+        sock, zero._sock = zero._sock, Hooked(zero._sock, send=failing(KeyboardInterrupt()))
+        theirs = cast(one, (PAIR, 1, 1))
         with pytest.raises(KeyboardInterrupt):
             cast_next(zero)
+        assert answer(one, theirs) == PEER_LOST, "at once"
         zero._sock = sock
-        with pytest.raises(_vocabulary.HandshakePeerLostError, match="a send was interrupted"):
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="exception has come while a message was sent"):
             cast(zero, (PAIR, 2, 1))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("a handler's")])
+def test_an_exception_once_all_has_left_is_only_that(error):
+    """A handler's own OSError too: it says nothing of the connection."""
+    with running() as job:
+        zero, one = job.all_clients()
+        assert outcomes([zero, one], (PAIR, 0, 1)) == [FAT, FAT]
+        counts = {"bytes_sent": property(lambda client: 0, failing(error))}
+        zero.__class__ = type("Interrupted", (_client.Client,), counts)
+        with pytest.raises(type(error)):
+            cast_counted(zero)
+        zero.__class__ = _client.Client
+        assert outcome(one, (PAIR, 1, 1)) == FAT, "the vote has left, and counts"
+        assert outcomes([zero, one], (PAIR, 2, 1)) == [FAT, FAT]
+
+
+def test_after_an_exception_in_the_midst_of_a_message_nothing_more_is_read():
+    with running() as job:
+        zero, one = job.all_clients()
+        pending, theirs = cast(zero, (PAIR, 0, 1)), cast(one, (PAIR, 0, 1))
+        zero._handle = failing(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            answer(zero, pending)
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match="exception has come while a message was read"):
+            answer(zero, pending)
+        assert answer(one, theirs) == FAT
+        assert outcome(one, (PAIR, 1, 1)) == PEER_LOST, "at once"
+
+
+def test_a_wait_that_is_interrupted_while_another_thread_reads_leaves_no_lock_behind(monkeypatch):
+    with running() as job:
+        zero, one = job.all_clients()
+        votes = [cast(zero, (PAIR, turn, 1)) for turn in range(2)]
+        first = threading.Thread(target=lambda: answer(zero, votes[0]))
+        first.start()
+        until(lambda: zero._readers)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            bell = types.SimpleNamespace(get=lambda timeout: failing(KeyboardInterrupt())(), put=lambda item: None)
+            patch.setattr(_client.queue, "SimpleQueue", lambda: bell)
+            answer(zero, votes[1])
+        assert [outcome(one, (PAIR, turn, 1)) for turn in range(2)] == [FAT, FAT]
+        assert answer(zero, votes[1]) == FAT
+        first.join(PATIENCE_S)
+        assert not zero._readers
 
 
 def test_a_connection_that_breaks_in_any_way_is_a_lost_coordinator():
@@ -404,7 +451,6 @@ def test_an_exception_while_a_verdict_is_read_leaves_the_connection_in_order():
         with pytest.raises(KeyboardInterrupt):
             answer(zero, pending)
         zero._sock = sock
-        zero._reading.acquire()  # as if the exception had come right after it was taken
         assert [outcome(one, (PAIR, 1, 1)), answer(zero, pending)] == [FAT, FAT]
         theirs = cast(one, (PAIR, 2, 1))
         assert [outcome(zero, (PAIR, 2, 1)), answer(one, theirs)] == [FAT, FAT]
@@ -520,7 +566,7 @@ def test_what_the_coordinator_said_last_tells_more_than_a_send_that_fails():
     with running() as job:
         zero = job.client(0)
         job.coordinator.close()
-        zero._sock = Hooked(zero._sock, sendall=failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+        zero._sock = Hooked(zero._sock, send=failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
         with pytest.raises(_vocabulary.HandshakePeerLostError, match="closed the handshake or exited"):
             cast(zero, (PAIR, 0, 1))
 
@@ -531,7 +577,7 @@ def test_closing_wakes_the_threads_that_wait():
         votes = [cast(client, (group, 0, 1)) for group in (PAIR, (0, 2), WORLD)]
 
         def close():
-            until(lambda: client._others_wait == 2)
+            until(lambda: len(client._readers) == 3)
             client.close("the handshake was closed")
             client.close("the handshake was closed")
 
@@ -544,8 +590,15 @@ def test_closing_wakes_the_threads_that_wait():
 def waits_of_others(client, monkeypatch):
     """Notes each time that a thread begins to wait for another that reads; and it waits until it is woken."""
     waits = []
-    wait = client._turn.wait
-    monkeypatch.setattr(client._turn, "wait", lambda seconds: waits.append(seconds) or wait(PATIENCE_S))
+    is_first = client._is_first
+
+    def noted(reader):
+        if client._readers[0].thread != reader.thread:
+            waits.append(reader)
+        return is_first(reader)
+
+    monkeypatch.setattr(client, "_is_first", noted)
+    monkeypatch.setattr(_client, "LOOK_UP_S", PATIENCE_S)
     return waits
 
 
@@ -591,13 +644,13 @@ def test_a_thread_that_waits_while_another_reads_is_woken(monkeypatch, what):
 def test_a_thread_whose_answer_came_as_it_began_to_read_does_not_read():
     """Another thread has read it between this one's look and its turn; it would wait for what nobody sends."""
     with client_of(welcoming()) as client:
-        pending, reading = cast(client, (PAIR, 0, 1)), client._reading
+        pending = cast(client, (PAIR, 0, 1))
 
-        def acquire(*arguments, **options):
+        def is_first(reader):
             pending.outcome = FAT
-            return reading.acquire(*arguments, **options)
+            return True
 
-        client._reading = types.SimpleNamespace(acquire=acquire, release=reading.release)
+        client._is_first = is_first
         client._sock = Hooked(client._sock, recv=failing(AssertionError("it reads")))
         assert answer(client, pending) == FAT
 
@@ -645,7 +698,7 @@ def test_a_pause_longer_than_any_timeout_costs_nobody_an_answer_that_is_there(mo
     if is_answered:
         assert results == [FAT] * 3
     else:
-        assert [type(result) for result in results] == [_vocabulary.HandshakeTimeoutError] * 3
+        assert [type(result) for result in results] == [_vocabulary.HandshakePeerLostError] * 3
 
 
 # ---------------------------------------------------------------------- what follows a split
@@ -1355,8 +1408,8 @@ def test_a_coordinator_that_hangs():
     with client_of(welcoming()) as client:
         look_up_often(client)
         pending = cast(client, (PAIR, 0, 1))
-        said = r"rank 1: the coordinator \(rank 0, h:7\) has not answered in time"
-        with pytest.raises(_vocabulary.HandshakeTimeoutError, match=said) as error:
+        said = r"rank 1: the coordinator \(rank 0, h:7\) is lost: it has not answered in time: .* Other ranks may"
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match=said) as error:
             answer(client, pending, 0.05)
         assert error.value.ranks == (0,)
 
@@ -1370,7 +1423,7 @@ def test_a_wait_ends_although_something_else_arrives_all_the_time():
     with client_of(chatter) as client:
         pending = cast(client, (PAIR, 0, 1))
         error, _ = together(lambda: answer(client, pending, 0.05), lambda: None)
-        assert isinstance(error, _vocabulary.HandshakeTimeoutError)
+        assert isinstance(error, _vocabulary.HandshakePeerLostError)
 
 
 def test_a_coordinator_that_takes_nothing():
@@ -1394,9 +1447,9 @@ def test_closing_while_another_thread_is_stuck_in_a_send(monkeypatch):
 
         def send(data):
             is_stuck.set()
-            sock.sendall(data)
+            return sock.send(data)
 
-        client._sock = Hooked(sock, sendall=send)
+        client._sock = Hooked(sock, send=send)
         channel = _client.Channel(client, pending, PLANS, PATIENCE_S)
         error, _ = together(
             lambda: channel.send(1, bytes(10 * _protocol.MAX_PAYLOAD_BYTES)),  # more than any socket keeps
