@@ -147,6 +147,7 @@ class Client:
         self.lock = threading.Lock()  # for the lines, and for what is sent
         self.bytes_sent = 0
         self.coordinator: dict[str, Any] = {}  # what the welcome said of it
+        self.how_it_ended: Callable[[], str] = str  # on its rank, what became of its process; else empty
         self.ahead: deque[bytes] = deque()  # frames to be sent ahead of the next one
         self.eager: Mapping[_vocabulary.ProcessGroupId, int] = {}  # counted before it: lines begin there
         self.declared: set[bytes] = set()  # programs of which the coordinator was told
@@ -356,7 +357,7 @@ class Client:
         try:
             received.extend(map(self._sock.recv, (READ_BYTES,)))
             if not received[0]:
-                self._fail("its process exited, or its host is gone")
+                self._fail(self.how_it_ended() or "its process exited, or its host is gone")
             for message in self._decoder.feed(received[0]):
                 self._handle(message)
         except BlockingIOError:
@@ -369,7 +370,7 @@ class Client:
                 if received:
                     self._fail("a signal handler's exception has come while a message was read")
                 raise
-            self._fail(_protocol.how_it_broke(error))
+            self._fail(self.how_it_ended() or _protocol.how_it_broke(error))
         if len(b"".join(received)) < READ_BYTES:
             self._quiet_at = began  # all that had come by then is handed out
 
@@ -465,7 +466,7 @@ class Client:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             self.wait(PendingVote(0), time.monotonic())
             stuck = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-            self._fail(stuck if isinstance(error, BlockingIOError) else _protocol.how_it_broke(error))
+            self._fail(stuck if isinstance(error, BlockingIOError) else self.how_it_ended() or _protocol.how_it_broke(error))
             self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -489,8 +490,9 @@ class Client:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def _coordinator_name(self) -> str:
-        rank, host, pid = map(self.coordinator.get, ("rank", "host", "pid"))
-        return f"the coordinator (rank {rank}, {host}:{pid})"
+        rank, host, pid, child = map(self.coordinator.get, ("rank", "host", "pid", "coordinator_pid"))
+        of_its_own = f", its child process {child}" if child not in (None, pid) else ""
+        return f"the coordinator (rank {rank}, {host}:{pid}{of_its_own})"
 
     def close(self, reason: str, farewell: str = "") -> None:
         """Says goodbye and closes. Threads that wait get an error. Idempotent."""

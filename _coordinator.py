@@ -147,8 +147,8 @@ class Server:
     def __init__(self, listener: socket.socket, control: socket.socket, config: Config, parent: int | None) -> None:
         """`listener` is bound and listens. `control` is one end of a pair, the rank has the other. `parent`: the id of
         the process that must be its parent, or None."""
-        self._listener, self._control = listener, control
-        self._config, self._parent = config, parent
+        self._listener, self._control, self._parent = listener, control, parent
+        self._config = config = config._replace(facts={**config.facts, "coordinator_pid": os.getpid()})
         self._rank = int(config.facts["rank"])
         self._world_size = int(config.facts["world_size"])
         self._timeout_s = float(config.facts["timeout_s"])
@@ -644,6 +644,15 @@ class Coordinator:
                 self._process.wait()
         elif self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.END_WITHIN_S)
+
+    def how_it_ended(self) -> str:
+        """What became of the child, if it has ended."""
+        try:
+            status = 0 if self._process is None else self._process.wait(CLOSE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        name = signal.Signals(-status).name if status < 0 else ""
+        return f"it was killed by {name}" if name else f"it ended with exit status {status}" if status else ""
 
     def _log_until_it_ends(self, within_s: float) -> None:
         decoder, until = _protocol.Decoder(frozenset({_protocol.NOTICE})), time.monotonic() + within_s

@@ -106,6 +106,7 @@ class _Session:
             facts = {**self.facts(), "session": self.endpoint.session}
             config = _coordinator.Config(facts, self.endpoint.secret, settings.debug)
             self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
+            self.client.how_it_ended = self._coordinator.how_it_ended
 
     def facts(self) -> dict[str, Any]:
         """What this rank says of itself when it connects, but for the session."""

@@ -143,7 +143,8 @@ def test_the_coordinators_rank_is_gone(end):
         for rank, error in zip((1, 2), lost(*tickets), strict=True):
             assert error.ranks == (0,)
             text = str(error)
-            assert f"rank {rank}: the coordinator (rank 0, {socket.gethostname()}:{zero.pid}) is lost" in text
+            child = f"its child process {about['coordinator']}"
+            assert f"rank {rank}: the coordinator (rank 0, {socket.gethostname()}:{zero.pid}, {child}) is lost" in text
             assert "rank 0, which coordinates, closed the handshake or exited" in text and "restart the job" in text
         until(lambda: not is_alive(about["coordinator"]), "the end of the coordinator")
         socket.create_server(("127.0.0.1", port)).close()
@@ -152,10 +153,33 @@ def test_the_coordinators_rank_is_gone(end):
 def test_the_coordinators_process_is_killed():
     with job(3, coordinator="process", timeout_s=NEVER_S) as ranks:
         tickets = wait_in_vote(*ranks[:2])
-        os.kill(ranks[0]._session._coordinator.pid, signal.SIGKILL)
-        assert all("the coordinator (rank 0, " in str(error) for error in lost(*tickets))
+        pid = ranks[0]._session._coordinator.pid
+        os.kill(pid, signal.SIGKILL)
+        zero, one = map(str, lost(*tickets))
+        name = f"the coordinator (rank 0, {socket.gethostname()}:{os.getpid()}, its child process {pid}) is lost"
+        assert f"{name}: it was killed by SIGKILL." in zero
+        assert f"{name}: its process exited, or its host is gone." in one
         for error in submit_all(ranks[:2], (WORLD, 1, 1)):
             assert isinstance(error, _vocabulary.HandshakePeerLostError) and "is lost" in str(error)
+
+
+@needs_proc
+@pytest.mark.parametrize("on_timeout", ["raise", "split"])
+def test_a_coordinator_that_was_stopped_and_goes_on(on_timeout):
+    """A rank that has given it up takes no answer of it any more, and the others know that this rank is lost."""
+    with job(2, coordinator="process", timeout_s=NEVER_S, on_timeout=on_timeout) as ranks:
+        assert submit_all(ranks, (PAIR, 0, 1)) == [True, True]
+        pid = ranks[0]._session._coordinator.pid
+        os.kill(pid, signal.SIGSTOP)
+        zero, one = [h.submit_async(request(h.rank, (PAIR, 1, 1))) for h in ranks]
+        zero._session.wait_s = 0.1
+        error = together(zero.result)[0]
+        assert type(error) is _vocabulary.HandshakePeerLostError and "it has not answered in time" in str(error)
+        assert f"its child process {pid}" in str(error) and "Other ranks may have been answered" in str(error)
+        os.kill(pid, signal.SIGCONT)
+        assert one.result() is True
+        with pytest.raises(_vocabulary.HandshakePeerLostError, match=r"rank 0 .*its process exited"):
+            ranks[1].submit(request(1, (PAIR, 2, 1)))
 
 
 def test_the_coordinators_process_is_not_ended_by_what_is_meant_for_its_rank():
