@@ -262,7 +262,12 @@ class Client:
         number = self._number = self._number + 1 & 0xFFFFFFFF
         # Known before it is sent: an exception of a signal handler must not leave a vote that nobody knows.
         pending = self._votes[number] = PendingVote(number)
-        self.send(_protocol.encode_vote(number, flags, digest, spans))
+        try:
+            frame = _protocol.encode_vote(number, flags, digest, spans)
+        except struct.error as error:
+            ends = f"a process group's line ends at {_vocabulary.MAX_LINE_POSITION}"
+            raise HandshakeConfigError(f"rank {self.rank} can't cast this vote: {ends}") from error
+        self.send(frame)
         if self._votes_wait_for_others:
             self._sent.notify_all()
         return pending

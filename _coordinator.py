@@ -14,6 +14,7 @@ wanted, and `_graph_report.Reports`, loaded if there is a debug folder. `Reply` 
 
 import contextlib
 import errno
+import fcntl
 import hmac
 import importlib.util
 import json
@@ -213,8 +214,10 @@ class Server:
 
     def _leave(self) -> None:
         """Its rank has left, regularly or not."""
-        self._has_left = True
-        if not self._control.recv(1):
+        self._has_left, said = True, b""
+        with contextlib.suppress(OSError):  # a process that dies may reset it
+            said = self._control.recv(1)
+        if not said:
             self._end_at = self._now + GRAPHS_WITHIN_S
             self._epoll.unregister(self._control)
             return
@@ -613,9 +616,14 @@ class Coordinator:
     def _start_process(self, listener: socket.socket, theirs: socket.socket, config: Config) -> None:
         if not sys.executable:
             raise OSError("this Python has no executable of its own (sys.executable is empty)")
-        given, nowhere = (listener.fileno(), theirs.fileno()), subprocess.DEVNULL
-        command = child_command("_coordinator", *map(str, (*given, os.getpid())))
-        self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, pass_fds=given)
+        # Not 0 to 2, which are free where a rank was started with its stdin or stdout closed, and are the child's own.
+        given = [fcntl.fcntl(sock, fcntl.F_DUPFD_CLOEXEC, 3) for sock in (listener, theirs)]
+        command, nowhere = child_command("_coordinator", *map(str, (*given, os.getpid()))), subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, pass_fds=given)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
         theirs.close()
         self._control.settimeout(self.START_WITHIN_S)
         self._control.sendall(json.dumps(config._asdict()).encode() + b"\n")

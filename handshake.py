@@ -105,7 +105,12 @@ class _Session:
             _client.prepare_socket(listener)
             facts = {**self.facts(), "session": self.endpoint.session}
             config = _coordinator.Config(facts, self.endpoint.secret, settings.debug)
-            self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
+            try:
+                self._coordinator = _coordinator.Coordinator(listener, config, settings.coordinator)
+            except OSError as error:
+                listener.close()
+                text = f"rank {settings.rank}: the coordinator can't be started: {error.strerror or error}"
+                raise HandshakeError(f"{text}. If descriptors ran out, raise `ulimit -n`") from error
             self.client.how_it_ended = self._coordinator.how_it_ended
 
     def facts(self) -> dict[str, Any]:
@@ -278,9 +283,15 @@ class Handshake:
                 if _session is not None and not _session.closed:
                     _session.settings.must_agree_with(given)
                 else:
-                    settings = _rendezvous.Settings.resolve(given)
-                    if settings.rank in _forked_ranks:
-                        raise HandshakeError(f"rank {settings.rank}: {_FORKED}")
+                    try:
+                        settings = _rendezvous.Settings.resolve(given)
+                        rank: Any = settings.rank
+                    except HandshakeConfigError:  # its parent was told by keyword, perhaps
+                        rank = max(_forked_ranks, default=None) if current_rank is None else None
+                        if rank is None:
+                            raise
+                    if rank in _forked_ranks:
+                        raise HandshakeError(f"rank {rank}: {_FORKED}")
                     session = _Session(settings)
                     session.client.eager, _recorded = _recorded, {}
                     _session = session

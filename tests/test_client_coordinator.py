@@ -250,6 +250,15 @@ def test_a_job_that_runs_for_years(monkeypatch):
         assert outcomes(clients, (PAIR, 2**40 + 3, 3)) == [FAT, FAT]
 
 
+def test_a_line_ends_where_the_wire_does():
+    with running() as job:
+        zero = job.client(0)
+        group = _vocabulary.ProcessGroupId(PAIR)
+        zero.line(group).position = 2**64
+        with pytest.raises(_vocabulary.HandshakeConfigError, match="line ends at 18446744073709551615"):
+            zero.vote(zero.resolve({group: 1}), A, 0)
+
+
 # ---------------------------------------------------------------------- votes that overtake one another
 
 

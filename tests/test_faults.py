@@ -206,6 +206,19 @@ def test_closing_leaves_no_process_no_zombie_and_no_descriptor():
     assert threading.active_count() == threads
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_rank_whose_stdin_or_stdout_is_closed(closed):
+    """Its sockets get these numbers then, which are the child's for what it reads and writes."""
+    made = "Handshake(0, world_size=2, port=0, host='127.0.0.1')"
+    with_it = "import sys; sys.exit(h._session._coordinator.pid is None or not h.submit(request(0, (PAIR, 0, 1))))"
+    one = "o = open_rank(1, world_size=2, port=h.address[1], host='127.0.0.1')"
+    votes = "t = o.submit_async(request(1, (PAIR, 0, 1)))"
+    program = f"from ranks import *; PAIR = (0, 1); h = handshake.{made}; {one}; {votes}; {with_it}"
+    shell = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
+    ended = run(shell, PATIENCE_S, env=child_environment())
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
 def test_two_processes_with_the_same_rank():
     with job(2, coordinator="process") as ranks, RankProcess() as twin:
         assert submit_all(ranks, (PAIR, 0, 1)) == [True, True]
@@ -435,6 +448,17 @@ def test_a_rank_that_reads_late_gets_all_whole_and_in_order():
         assert zero.receive() == _protocol.Verdict(1, _protocol.FAT)
         for repetition in range(1, 17):
             assert one.receive() == _protocol.Extra(_protocol.PLANS, 7, repetition, payload)
+
+
+@pytest.mark.parametrize("where", ["socketpair", "epoll"])
+def test_a_coordinator_that_gets_no_descriptor_is_a_handshake_error(monkeypatch, where):
+    def fail(*arguments):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    module = _coordinator.socket if where == "socketpair" else _coordinator.select
+    monkeypatch.setattr(module, where, fail)
+    with pytest.raises(_vocabulary.HandshakeError, match=r"Too many open files.*raise `ulimit -n`"):
+        open_rank(0, world_size=2, port=0, host="127.0.0.1", coordinator="thread")
 
 
 @needs_proc
