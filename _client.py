@@ -28,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if __package__:
     from . import _protocol, _vocabulary
@@ -44,7 +44,7 @@ logger = logging.getLogger("torch_tpu.handshake")
 
 # How long a vote waits for the one that fills the gap before it. The other thread has counted already and is on its
 # way to submit, so milliseconds are the rule; only a gap that was not recorded as eager collectives costs all of it.
-GAP_WAIT_S = 1.0
+GAP_WAIT_S, GAP_LOOK_S = 1.0, 0.001
 MAX_DECLARED = 4096  # programs; what a job has more is declared again, which is harmless
 MAX_GAPS = 16  # of one line that are remembered, for votes that come later still: about as many as threads compile
 COORDINATOR_GRACE_S = 10.0  # the coordinator ends every wait at its timeout; so much later a rank takes it for hung
@@ -78,14 +78,11 @@ class Line:
     gaps: deque[tuple[int, int]] = dataclasses.field(default_factory=lambda: deque(maxlen=MAX_GAPS))  # given up
 
 
-class _Reader:
+class _Reader(NamedTuple):
     """A thread that waits for something to come, and what wakes it."""
 
-    __slots__ = ("bell", "thread")
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+    thread: int
+    bell: "queue.SimpleQueue[None]"
 
 
 class PendingVote:
@@ -152,8 +149,6 @@ class Client:
         self.eager: Mapping[_vocabulary.ProcessGroupId, int] = {}  # counted before it: lines begin there
         self.declared: set[bytes] = set()  # programs of which the coordinator was told
         self._lines: dict[_vocabulary.ProcessGroupId, Line] = {}
-        self._sent = threading.Condition(self.lock)  # notified when a vote has left
-        self._votes_wait_for_others = 0
         self._number = 0
         self._votes: dict[int, PendingVote] = {}  # those without a verdict, and those about which a plan is sought
         self._readers: list[_Reader] = []  # who waits for something to come; the thread of the first reads
@@ -230,6 +225,15 @@ class Client:
     ) -> PendingVote | None:
         """`vote` for spans that the caller has counted, once it is their turn on their lines. None if the graph meets
         no other rank. Raises as `resolve` (nothing was sent then) and `vote`."""
+        until = time.monotonic() + (GAP_WAIT_S if self.waits else 0.0)
+        while (pending := self._vote_in_turn(counts, digest, flags, time.monotonic() >= until)) == "not yet":
+            time.sleep(GAP_LOOK_S)
+        return pending
+
+    def _vote_in_turn(
+        self, counts: _vocabulary.RankCollectiveCounts, digest: bytes, flags: int, now: bool
+    ) -> PendingVote | Literal["not yet"] | None:
+        """`vote_counted`, if nothing before it is still to come, or `now`."""
         with self.lock:
             takes: list[tuple[Line, int, int]] = []
             in_turn = True
@@ -243,7 +247,15 @@ class Client:
             if len(takes) > _protocol.MAX_SPANS:
                 raise _too_many_groups(len(takes))
             if not in_turn:
-                takes, late = self._wait_for_turn(takes, counts._eager)
+                eager = counts._eager
+                recorded = [max(0, eager.get(line.group, 0) - line.eager) for line, _, _ in takes]
+                gaps = [line.position + more < start for (line, start, _), more in zip(takes, recorded, strict=True)]
+                if any(gaps) and not now:
+                    return "not yet"
+                for (line, start, _), is_gap in zip(takes, gaps, strict=True):
+                    if is_gap:
+                        line.gaps.append((line.position, start))
+                takes, late = self._in_time(takes, eager)
                 if late and not takes:
                     answered = PendingVote(0)
                     answered.facts, answered.outcome = {"reason": late}, _protocol.SPLIT
@@ -268,27 +280,12 @@ class Client:
             ends = f"a process group's line ends at {_vocabulary.MAX_LINE_POSITION}"
             raise HandshakeConfigError(f"rank {self.rank} can't cast this vote: {ends}") from error
         self.send(frame)
-        if self._votes_wait_for_others:
-            self._sent.notify_all()
         return pending
 
-    def _wait_for_turn(
+    def _in_time(
         self, takes: list[tuple[Line, int, int]], eager: Mapping[_vocabulary.ProcessGroupId, int]
     ) -> tuple[list[tuple[Line, int, int]], str]:
-        """Waits a moment while positions before these are neither voted on nor recorded as eager. Returns those that
-        are not in a gap that was given up before, and what became of the others."""
-
-        def gaps() -> list[tuple[Line, int]]:
-            places = [(line, start, max(0, eager.get(line.group, 0) - line.eager)) for line, start, _ in takes]
-            return [(line, start) for line, start, recorded in places if start > line.position + recorded]
-
-        self._votes_wait_for_others += 1
-        try:
-            self._sent.wait_for(lambda: not gaps(), GAP_WAIT_S if self.waits else 0.0)
-        finally:
-            self._votes_wait_for_others -= 1
-        for line, start in gaps():
-            line.gaps.append((line.position, start))
+        """Those that are not in a gap that was given up before, and what became of the others."""
         in_time, late = [], ""
         for line, start, number in takes:
             line.eager = max(line.eager, eager.get(line.group, 0))
@@ -317,7 +314,7 @@ class Client:
         """Blocks until the verdict ("outcome") or "mail" is there. Raises HandshakePeerLostError where the coordinator
         is gone, or has said nothing until the deadline, a time of `time.monotonic`; HandshakeProtocolError where it
         broke the protocol, or says that this rank did. For vote number 0, reads what has come."""
-        reader = _Reader()
+        reader = _Reader(threading.get_ident(), queue.SimpleQueue())
         try:
             self._readers.append(reader)
             while not getattr(pending, wanted):
@@ -516,7 +513,7 @@ class Client:
         self._shut()
         self._wake_others()
         # A thread that reads is woken by the shutdown; only then may the descriptor's number be used again.
-        reader = _Reader()
+        reader = _Reader(threading.get_ident(), queue.SimpleQueue())
         try:
             self._readers.append(reader)
             if any(self._is_first(reader) for _ in range(3)):

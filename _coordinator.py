@@ -541,12 +541,12 @@ class Server:
         while self._unread and (self._rank in self._of_rank or self._has_left):
             text = self._unread.pop(0)
             notice = _protocol.encode(_protocol.Notice(text))
-            if self._rank in self._of_rank:
-                self._send(self._of_rank[self._rank], notice)
-                continue
             try:
-                self._control.settimeout(CLOSE_WITHIN_S)
-                self._control.sendall(notice)
+                if self._rank in self._of_rank:
+                    self._send(self._of_rank[self._rank], notice)
+                else:
+                    self._control.settimeout(CLOSE_WITHIN_S)
+                    self._control.sendall(notice)
             except OSError:  # the process of its rank is gone
                 logger.warning("handshake: %s", text)
 
@@ -638,11 +638,11 @@ class Coordinator:
             try:
                 if stays:
                     self._control.sendall(b"L")
-                    self._log_until_it_ends(self.STAY_S)
+                    self._log_last_words(self.STAY_S)
             finally:
                 # Not only closed: a process that was forked from this one may hold the descriptor too.
                 self._control.shutdown(socket.SHUT_WR)
-            self._log_until_it_ends(self.END_WITHIN_S)
+            self._log_last_words(self.END_WITHIN_S)
         self._control.close()
         if self._process is not None:
             try:
@@ -662,18 +662,14 @@ class Coordinator:
         name = signal.Signals(-status).name if status < 0 else ""
         return f"it was killed by {name}" if name else f"it ended with exit status {status}" if status else ""
 
-    def _log_until_it_ends(self, within_s: float) -> None:
-        decoder, until = _protocol.Decoder(frozenset({_protocol.NOTICE})), time.monotonic() + within_s
-        while (left_s := until - time.monotonic()) > 0:
-            self._control.settimeout(left_s)
-            try:
-                data = self._control.recv(READ_BYTES)
-            except TimeoutError:
-                return
-            if not data:
-                return
-            for notice in decoder.feed(data):
-                logger.warning("handshake: %s", getattr(notice, "text", notice))
+    def _log_last_words(self, within_s: float) -> None:
+        """Logs what it has to say, until it has said nothing for so long."""
+        decoder = _protocol.Decoder(frozenset({_protocol.NOTICE}))
+        self._control.settimeout(within_s)
+        with contextlib.suppress(TimeoutError):
+            while data := self._control.recv(READ_BYTES):
+                for notice in decoder.feed(data):
+                    logger.warning("handshake: %s", getattr(notice, "text", notice))
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, without a word to it."""

@@ -262,13 +262,29 @@ def test_a_line_ends_where_the_wire_does():
 # ---------------------------------------------------------------------- votes that overtake one another
 
 
+def votes_in_gaps(client):
+    """Notes which votes wait for others that come before them."""
+    votes = set()
+    in_turn = client._vote_in_turn
+
+    def noted(counts, *arguments):
+        found = in_turn(counts, *arguments)
+        if found == "not yet":
+            votes.add(str(counts.to_json()))
+        return found
+
+    client._vote_in_turn = noted
+    return votes
+
+
 def test_votes_wait_for_the_one_that_fills_the_gap(monkeypatch):
     monkeypatch.setattr(_client, "GAP_WAIT_S", PATIENCE_S)
     with running() as job:
         threads, orderly = job.all_clients()
+        waiting = votes_in_gaps(threads)
 
         def when_others_wait(number, start):
-            until(lambda: threads._votes_wait_for_others == number)
+            until(lambda: len(waiting) == number)
             return outcome(threads, (PAIR, start, 1))
 
         results = together(
@@ -281,22 +297,18 @@ def test_votes_wait_for_the_one_that_fills_the_gap(monkeypatch):
 
 
 def test_gaps_on_several_groups_are_waited_for_once_and_believed(monkeypatch):
-    waits = []
     monkeypatch.setattr(_client, "GAP_WAIT_S", SOON_S)
     with running(3) as job:
         clients = job.all_clients()
-        zero = clients[0]
-        wait_for = zero._sent.wait_for
-        monkeypatch.setattr(zero._sent, "wait_for", lambda met, s: waits.append(s) or wait_for(met, s))
+        waiting = votes_in_gaps(clients[0])
         spans = [(PAIR, 3, 1), ((0, 2), 4, 1), (WORLD, 5, 1)]
         votes = [cast(c, *(span for span in spans if c.rank in span[0])) for c in clients]
         assert [answer(c, pending) for c, pending in zip(clients, votes, strict=True)] == [FAT] * 3
-    assert waits == [SOON_S]
+    assert len(waiting) == 1
 
 
 def test_eager_collectives_that_were_recorded_are_not_waited_for(monkeypatch):
-    def wait(*arguments):
-        raise AssertionError("it waits for what nobody will vote on")
+    monkeypatch.setattr(_client, "GAP_WAIT_S", PATIENCE_S)
 
     def play(client):
         standing = _vocabulary.RankCollectiveCounts()
@@ -310,9 +322,9 @@ def test_eager_collectives_that_were_recorded_are_not_waited_for(monkeypatch):
 
     with running() as job:
         clients = job.all_clients()
-        for client in clients:
-            monkeypatch.setattr(client._sent, "wait_for", lambda met, s: met() or wait())
+        waiting = [votes_in_gaps(client) for client in clients]
         assert together(*(lambda c=c: play(c) for c in clients)) == [[FAT] * 3] * 2
+        assert waiting == [set(), set()], "nobody will vote there"
 
 
 def test_a_vote_that_comes_after_its_gap_was_believed_is_split(monkeypatch):
@@ -334,10 +346,10 @@ def test_a_vote_that_waits_in_a_gap_is_split_when_a_later_one_has_given_up_the_g
     monkeypatch.setattr(_client, "GAP_WAIT_S", PATIENCE_S)
     with running() as job:
         zero, one = job.all_clients()
-        waiting = []
+        waiting, in_gaps = [], votes_in_gaps(zero)
         second = threading.Thread(target=lambda: waiting.append(cast(zero, (PAIR, 1, 1))))
         second.start()
-        until(lambda: zero._votes_wait_for_others == 1)
+        until(lambda: in_gaps)
         monkeypatch.setattr(_client, "GAP_WAIT_S", SOON_S)
         third = cast(zero, (PAIR, 2, 1))
         second.join(PATIENCE_S)
@@ -563,7 +575,7 @@ def test_the_end_of_the_coordinator_answers_everybody(kind):
         for client, pending in zip(clients, votes, strict=False):
             with pytest.raises(_vocabulary.HandshakePeerLostError) as error:
                 answer(client, pending)
-            assert "the coordinator (rank 0, here:1) is lost" in str(error.value)
+            assert "the coordinator (rank 0, here:1, its child process " in str(error.value)
             assert "rank 0, which coordinates, closed the handshake or exited" in str(error.value)
             assert error.value.ranks == (0,)
         with pytest.raises(_vocabulary.HandshakePeerLostError, match="closed the handshake or exited"):
