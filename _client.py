@@ -468,7 +468,8 @@ class Client:
             # What the coordinator said before it closed tells more than this error; it may still be unread.
             self.wait(PendingVote(0), time.monotonic())
             stuck = "it has taken nothing for some seconds: its process hangs, or its host is not reachable any more"
-            self._fail(stuck if isinstance(error, BlockingIOError) else self.how_it_ended() or _protocol.how_it_broke(error))
+            is_stuck = isinstance(error, BlockingIOError)
+            self._fail(stuck if is_stuck else self.how_it_ended() or _protocol.how_it_broke(error))
             self._raise_failure()
 
     def _raise_failure(self) -> None:

@@ -95,6 +95,8 @@ class _Session:
         else:
             self.client = _client.Client(settings.rank, settings.world_size)
             self.start_coordinator()
+            if self._coordinator is not None:
+                self.client.how_it_ended = self._coordinator.how_it_ended
 
     def start_coordinator(self) -> None:
         """Where this rank coordinates. Raises as `Handshake`."""
@@ -111,7 +113,6 @@ class _Session:
                 listener.close()
                 text = f"rank {settings.rank}: the coordinator can't be started: {error.strerror or error}"
                 raise HandshakeError(f"{text}. If descriptors ran out, raise `ulimit -n`") from error
-            self.client.how_it_ended = self._coordinator.how_it_ended
 
     def facts(self) -> dict[str, Any]:
         """What this rank says of itself when it connects, but for the session."""

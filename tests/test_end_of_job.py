@@ -18,7 +18,7 @@ from layout import load
 handshake, _coordinator, _vocabulary = load("handshake"), load("_coordinator"), load("_vocabulary")
 _coordinator.Coordinator.STAY_S = 200
 rank, port, world_size = map(int, sys.argv[1:])
-options = {"world_size": world_size, "port": port, "host": "127.0.0.1", "timeout_s": 60}
+options = {"world_size": world_size, "port": port, "host": "127.0.0.1", "timeout_s": 60, "secret": "hush"}
 options |= {} if rank else {"coordinator": "COORDINATOR"}
 
 def vote(*ranks, fingerprint="same", text=None):

@@ -171,8 +171,8 @@ def test_a_coordinator_that_was_stopped_and_goes_on(on_timeout):
         assert submit_all(ranks, (PAIR, 0, 1)) == [True, True]
         pid = ranks[0]._session._coordinator.pid
         os.kill(pid, signal.SIGSTOP)
+        ranks[0]._session.wait_s = 0.1
         zero, one = [h.submit_async(request(h.rank, (PAIR, 1, 1))) for h in ranks]
-        zero._session.wait_s = 0.1
         error = together(zero.result)[0]
         assert type(error) is _vocabulary.HandshakePeerLostError and "it has not answered in time" in str(error)
         assert f"its child process {pid}" in str(error) and "Other ranks may have been answered" in str(error)
@@ -209,9 +209,9 @@ def test_closing_leaves_no_process_no_zombie_and_no_descriptor():
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
 def test_a_rank_whose_stdin_or_stdout_is_closed(closed):
     """Its sockets get these numbers then, which are the child's for what it reads and writes."""
-    made = "Handshake(0, world_size=2, port=0, host='127.0.0.1')"
+    made = "Handshake(0, world_size=2, port=0, host='127.0.0.1', secret='hush')"
     with_it = "import sys; sys.exit(h._session._coordinator.pid is None or not h.submit(request(0, (PAIR, 0, 1))))"
-    one = "o = open_rank(1, world_size=2, port=h.address[1], host='127.0.0.1')"
+    one = "o = open_rank(1, world_size=2, port=h.address[1], host='127.0.0.1', secret='hush')"
     votes = "t = o.submit_async(request(1, (PAIR, 0, 1)))"
     program = f"from ranks import *; PAIR = (0, 1); h = handshake.{made}; {one}; {votes}; {with_it}"
     shell = ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]
