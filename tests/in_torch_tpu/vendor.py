@@ -17,6 +17,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 DISTRIBUTED = Path("torch_tpu", "_internal", "distributed")
+OWN = "collective_handshake"  # the folder of the project's files
 SPLIT_COMPILER = Path("torch_tpu", "_internal", "compile", "split_compiler.py")
 
 
@@ -25,11 +26,15 @@ class PlaceNotFoundError(Exception):
 
 
 def vendor(site: Path, folder: Path, project: Path = PROJECT) -> Path:
-    """A copy of SITE/torch_tpu in `folder`, with the project's files in the place of its handshake. Big files are not
-    copied but linked. Returns `folder`."""
+    """A copy of SITE/torch_tpu in `folder`, with the project's files in a folder of their own, and one line that leads
+    there in the place of its handshake. Big files are not copied but linked. Returns `folder`."""
     shutil.copytree(site / "torch_tpu", folder / "torch_tpu", copy_function=_link_or_copy)
-    target = folder / DISTRIBUTED
-    target.joinpath("handshake.py").unlink()
+    target = folder / DISTRIBUTED / OWN
+    target.mkdir()
+    target.joinpath("__init__.py").touch()
+    old = folder / DISTRIBUTED / "handshake.py"
+    old.unlink()
+    old.write_text(f"from {'.'.join(DISTRIBUTED.parts)}.{OWN}.handshake import *\n")
     for module in [*project.glob("_*.py"), project / "handshake.py"]:
         shutil.copy(module, target)
     return folder
@@ -214,7 +219,7 @@ def import_graph(text: str) -> str:
     line = "from torch_tpu._internal.distributed import handshake\n"
     if "import _graph\n" in text:
         return text
-    return replace(text, line, f"from torch_tpu._internal.distributed import _graph\n{line}")
+    return replace(text, line, f"{line}from torch_tpu._internal.distributed.{OWN} import _graph\n")
 
 
 def with_copy_of_graph(text: str) -> str:
