@@ -92,7 +92,7 @@ _NAMESPACES_WITHOUT_EFFECTS = frozenset(
 _COLLECTIVE_NAME = re.compile(
     r"tpu::\w*?(all_?gather|all_?reduce|reduce_?scatter|all_?to_?all)\w*"
     r"|(?!tpu::)\w+::(\w*(gather|reduce|scatter|all_?to_?all|broadcast|send|recv|p2p)\w*"
-    r"|barrier|monitored_barrier_|_rendezvous|get_remote_tensors)"
+    r"|barrier|monitored_barrier_|_rendezvous|get_remote_tensors|memcpy_to_multicast_)"
 )
 # Point-to-point ops, and the argument that names the peer, or the list of peers.
 _PEER_ARGUMENTS = {
