@@ -205,8 +205,11 @@ class Settings(NamedTuple):
         if (distributed := torch_distributed()) is None:
             return None
         store = distributed.distributed_c10d._get_default_store()
-        names = {of_class.__name__ for of_class in type(_server(store)).__mro__}
-        return None if names & _STORES_OF_ONE_PROCESS else store
+        of_class = type(_server(store))
+        names = {each.__name__ for each in of_class.__mro__}
+        # A prefix around a store of Python's may have lost its class: all that is left of it is the base.
+        is_lost = of_class is getattr(distributed, "Store", None)
+        return None if names & _STORES_OF_ONE_PROCESS or is_lost else store
 
 
 def _parse(keyword: str, value: Any, source: str) -> Any:

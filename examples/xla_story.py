@@ -192,15 +192,21 @@ def tell_ranks(facts: list[str]) -> None:
 
 
 class KeepsPrograms(Xla):
-    """Compiles with XLA, and keeps what it made."""
+    """Compiles with XLA, and keeps what has run of it: the whole graph is compiled even if it is split."""
 
     def __init__(self) -> None:
         super().__init__()
         self.programs: list[Program] = []
 
-    def compile(self, graph_module: torch.fx.GraphModule, fake_mode: Any) -> Program:
-        self.programs.append(Program(graph_module))
-        return self.programs[-1]
+    def compile(self, graph_module: torch.fx.GraphModule, fake_mode: Any) -> Callable[[list[Any]], Any]:
+        program = Program(graph_module)
+
+        def run(inputs: list[Any]) -> Any:
+            if program not in self.programs:
+                self.programs.append(program)
+            return program(inputs)
+
+        return run
 
 
 class Seen(NamedTuple):

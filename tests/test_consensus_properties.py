@@ -875,11 +875,13 @@ def steps_of(function: Callable, *arguments: object) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # its callbacks would be counted
     sys.settrace(trace)
     try:
         function(*arguments)
     finally:
         sys.settrace(before)
+        gc.enable()
     return events.count("line")
 
 
