@@ -2,9 +2,9 @@
 """A whole job in one thread's time: the real clients and the real coordinator over a network and a clock that are not.
 
 One seed draws everything: what the ranks run, the order of events, delays, pieces of any size, and faults. So one seed
-is one trace. What would block (`recv`, `poll`, a pause) hands over to the scheduler, which draws what happens next: some
-bytes arrive, a rank or the coordinator goes on, time passes, something breaks. Ranks and coordinator are threads of
-which one runs at a time.
+is one trace. What would block (`recv`, `poll`, a pause) hands over to the scheduler, which draws what happens next:
+some bytes arrive, a rank or the coordinator goes on, time passes, something breaks. Ranks and coordinator are threads
+of which one runs at a time.
 
 After every event the coordinator's answers are compared with the oracle's, and what ranks are told with these. Then the
 faults stop, and every rank must come to its end within a bounded number of events.
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import oracle
@@ -257,8 +257,7 @@ class Epoll:
 
 
 class Judge:
-    """Stands between the coordinator and its machine: the oracle judges each step, and what goes in is what ranks did.
-    """
+    """Stands between the coordinator and its machine: the oracle judges each step; what goes in is what ranks did."""
 
     def __init__(self, world: "World", machine: Any) -> None:
         self._world, self._machine = world, machine
@@ -319,12 +318,8 @@ class Judge:
         self._world.must(len(told) == len(decisions), "a vote is answered twice")
         live = {self.sockets[at]: outcome for at, outcome in due.items() if self._is_there(at)}
         told = {key: outcome for key, outcome in told.items() if key in live or key not in self._of_lost()}
-        names = {key: f"{key[0].owner}, vote {key[1]}" for key in (told | live)}
-        self._world.must(
-            told == live,
-            f"answered {({names[key]: its for key, its in told.items()})}, "
-            f"by the oracle {({names[key]: its for key, its in live.items()})}",
-        )
+        said, due_now = ({f"{key[0].owner}, vote {key[1]}": its for key, its in them.items()} for them in (told, live))
+        self._world.must(told == live, f"answered {said}, by the oracle {due_now}")
         for key, outcome in told.items():
             self._world.note(f"    {outcome} for {key[0].votes[key[1]]}")
         self.expected |= told
@@ -559,7 +554,8 @@ class World:
                 self.must(link.votes.keys() == link.taken, f"votes of {link.owner} were lost before its end")
             self.must(not (ours.saw_end and ours in there), f"{link.owner} is gone, and kept")
         inside = {one.voter.ranks[0] for one in self.server._connections.values() if one.voter is not None}
-        self.must(inside == self.judge.connected.keys(), f"not all of these are connected: {self.judge.connected}")
+        known = set(self.judge.connected)
+        self.must(inside == known, f"ranks {inside} are connected, and the machine knows of {known}")
 
     # -------------------------------------------------------------- the scheduler
 
@@ -742,13 +738,13 @@ def shrunk(seed: int) -> SimulationError:
     return error
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="plays seeds of the simulation")
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int, nargs="?", help="plays the seeds before this one; without it one is played")
     parser.add_argument("--without", action="append", default=[], choices=FAULTS, help="faults that don't happen")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help="ranks run no more graphs")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.last is None:
         print(*World(given.first, frozenset(given.without), given.steps).play(), sep="\n")
         return
@@ -760,4 +756,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
