@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All small jobs, in all orders, against the oracle: up to 3 ranks, 2 groups and 3 collectives of each rank.
 
-A rank's program is a list of votes. Each takes any number of collectives of each of the rank's groups, and is on graph A
-or B; with one group it may follow after any number of eager collectives (with two, these would be too many). A job is a
-program for each rank. Each order of a job's votes ends with the last vote of one rank: so the jobs are played from small
-to large, and each goes on from where the jobs that lack one last vote have left the machine. Orders that leave it in the
-same state are gone on with once.
+A rank's program is a list of votes. Each takes any number of collectives of each of the rank's groups, and is on
+graph A or B; with one group it may follow after any number of eager collectives (with two, these would be too many).
+A job is a program for each rank. Each order of a job's votes ends with the last vote of one rank: so the jobs are
+played from small to large, and each goes on from where the jobs that lack one last vote have left the machine. Orders
+that leave it in the same state are gone on with once.
 
     python tests/test_small_scope.py       plays 3 collectives of 3 ranks without a gap, which takes a while
 """
