@@ -380,8 +380,8 @@ class Client:
         if type(message) is _protocol.Verdict:
             number, outcome, flags = message
             pending = self._votes.get(number)
-            if pending is None or pending.outcome:
-                raise HandshakeProtocolError(f"a verdict on vote {number}, which was not cast")
+            if pending is None or pending.outcome or not _protocol.FAT <= outcome <= _protocol.VOTE_REFUSED:
+                raise HandshakeProtocolError(f"a verdict, {outcome}, on vote {number}, which waits for none like it")
             pending.flags = flags
             pending.outcome = outcome
             if not flags & _protocol.PLAN:

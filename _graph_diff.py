@@ -41,6 +41,7 @@ else:
 
 MAX_NESTED_BODIES = 50  # deeper ones are refused: a level takes some of Python's stack; programs nest 2 or 3
 MAX_GROUP_RANKS = 2**20  # a larger group is refused: no job has as many ranks
+MAX_ALL_GROUPS_RANKS = 2**22  # of a record's groups together, each of which takes memory
 # Two graphs are different programs when less than this part of the smaller one's operations, if so many, is matched.
 MIN_COMMON_PART, MIN_CALLS = 0.2, 5
 MAX_DIFFERENCES_PER_VARIANT = 1000  # more say nothing new, and 64 variants of 5,000 nodes must fit in memory
@@ -148,7 +149,7 @@ def read_record(text: str) -> Graph:
             _read_body(record["body"], MAX_NESTED_BODIES),
             _checked(str, record.get("fingerprint") or ""),
             None if record.get("rank") is None else _checked(int, record["rank"]),
-            {name: _read_group(group) for name, group in (record.get("groups") or {}).items()},
+            _read_groups(record.get("groups") or {}),
             unhashable=_checked(str, record.get("unhashable") or ""),
         )
     except KeyError as error:
@@ -163,13 +164,19 @@ def _checked(kind: type[_T], value: Any) -> _T:
     return value
 
 
-def _read_group(fields: Any) -> tuple[tuple[int, ...], str]:
-    ranks: list[int] = []
-    for first, count, step in fields["ranks"]:
-        if min(first, count, step) < 0 or len(ranks) + count > MAX_GROUP_RANKS:
-            raise ValueError(f"a group has negative ranks, or more than {MAX_GROUP_RANKS:,}")
-        ranks.extend(first + step * k for k in range(count))
-    return tuple(ranks), _checked(str, fields.get("description") or "")
+def _read_groups(groups: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    read: dict[str, tuple[tuple[int, ...], str]] = {}
+    left = MAX_ALL_GROUPS_RANKS
+    for name, fields in groups.items():
+        ranks: list[int] = []
+        for first, count, step in fields["ranks"]:
+            if min(first, count, step) < 0 or len(ranks) + count > MAX_GROUP_RANKS:
+                raise ValueError(f"a group has negative ranks, or more than {MAX_GROUP_RANKS:,}")
+            if first + step * count > 2 * MAX_GROUP_RANKS or (left := left - count) < 0:
+                raise ValueError(f"its groups have ranks that no job has, or more than {MAX_ALL_GROUPS_RANKS:,} in all")
+            ranks.extend(range(first, first + step * count, step) if step else [first] * count)
+        read[name] = tuple(ranks), _checked(str, fields.get("description") or "")
+    return read
 
 
 def _read_body(fields: Any, levels_left: int) -> Body:

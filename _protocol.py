@@ -24,6 +24,7 @@ import errno
 import functools
 import hmac
 import json
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -201,12 +202,17 @@ def runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def ranks_of(encoded: Sequence[Sequence[int]], world_size: int = MAX_WORLD_SIZE) -> tuple[int, ...]:
     """The ranks that `runs` encoded. Raises ValueError where a run is empty, or reaches outside the world."""
+    check_runs(encoded, world_size)
+    return tuple(rank for first, count, step in encoded for rank in range(first, first + count * step, step))
+
+
+def check_runs(encoded: Sequence[Sequence[int]], world_size: int) -> None:
+    """Raises as `ranks_of`, which makes what may be a million ranks."""
     if sum(count for _, count, _ in encoded) > world_size:
         raise ValueError(f"a group of more than {world_size} ranks")
     for first, count, step in encoded:
         if count < 1 or step < 1 or first + (count - 1) * step >= world_size:
             raise ValueError(f"{count} ranks from {first} in steps of {step} reach outside a world of {world_size}")
-    return tuple(rank for first, count, step in encoded for rank in range(first, first + count * step, step))
 
 
 @functools.lru_cache(maxsize=256)  # all ranks of a group declare it, mostly one after the other
@@ -221,11 +227,20 @@ def _read_spans(data: bytes, _: int) -> tuple[int, ...]:
     return spans
 
 
-def _read_detail(data: bytes, _: int) -> dict[str, Any]:
+def _read_detail(data: bytes, world_size: int) -> dict[str, Any]:
+    """The facts that `detail_facts` made."""
     facts = read_facts(data)
-    for text in (facts.get("reason"), facts.get("broken") or ""):
-        if not isinstance(text, str) or len(text) > MAX_REASON_BYTES:
-            raise ValueError("a reason that is not a text, or too long a one")
+    texts, span = [facts.get("reason", ""), facts.get("broken") or ""], facts.get("span") or [0, 0]
+    try:
+        for name in ("ranks", "group"):
+            check_runs([(*map(operator.index, run),) for run in facts.get(name) or ()], world_size)
+        is_usable = len([*map(operator.index, span)]) == 2 and all(
+                type(text) is str and len(text) <= MAX_REASON_BYTES for text in texts
+            )
+    except TypeError as error:
+        raise ValueError(f"a detail whose numbers are none: {error}") from error
+    if not is_usable:
+        raise ValueError("a reason that is not a text, or too long a one, or a span that is none")
     return facts
 
 

@@ -547,6 +547,8 @@ class World:
 
     def check_coordinator(self) -> None:
         """What holds whenever the coordinator has done its turn."""
+        if not self.ranks:
+            return
         there = {connection.sock for connection in self.server._connections.values()}
         for link in self.links:
             ours = link.peer
@@ -567,14 +569,8 @@ class World:
 
     def play(self) -> list[str]:
         """Plays it, and returns the trace. Raises SimulationError."""
-        self.listener = self.with_descriptor(Socket(self))
-        control = self.with_descriptor(Socket(self, Pipe(1), Pipe(1)))
-        facts = {"rank": 0, "world_size": self.size, "timeout_s": self.timeout_s, "host": "host", "pid": "rank 0"}
-        config = _coordinator.Config({**facts, "session": "session"}, "secret", "")
-        with self._patched():
-            self.server = _coordinator.Server(self.listener, control, config, None)
+        with self._coordinated() as control:
             self.judge = self.server._consensus = Judge(self, self.server._consensus)
-            self.coordinator = Fiber(self, "coordinator", self.server.run)
             try:
                 for rank in range(self.size):
                     self._start(f"rank {rank}", rank, 0, {})
@@ -585,17 +581,52 @@ class World:
                 self._check_all_told()
                 self.is_over = True
                 self._until(lambda: all(fiber.done for fiber in [*self.ranks.values(), *self.lasting]))
-                control.incoming.has_ended = True  # type: ignore[union-attr]
+                control.has_ended = True
                 self._until(lambda: self.coordinator.done)
             except SimulationError as error:
                 raise SimulationError("\n".join([str(error), *self.trace[-200:], self.replay()])) from None
+        return self.trace
+
+    @contextlib.contextmanager
+    def _coordinated(self) -> Iterator[Pipe]:
+        """With a coordinator; gives what ends it."""
+        control = Pipe(1)
+        self.listener = self.with_descriptor(Socket(self))
+        facts = {"rank": 0, "world_size": self.size, "timeout_s": self.timeout_s, "host": "host", "pid": "rank 0"}
+        config = _coordinator.Config({**facts, "session": "session"}, "secret", "")
+        with self._patched():
+            controlled = self.with_descriptor(Socket(self, control, Pipe(1)))
+            self.server = _coordinator.Server(self.listener, controlled, config, None)
+            self.coordinator = Fiber(self, "coordinator", self.server.run)
+            try:
+                yield control
             finally:
                 self.calm = True
-                for fiber in [self.coordinator, *self.ranks.values(), *self.lasting]:
+                for fiber in self._fibers():
                     fiber.error = None
                     with contextlib.suppress(BaseException):
                         fiber.kill()
-        return self.trace
+
+    def hear(self, said: Sequence[bytes]) -> None:
+        """The coordinator hears these frames from a stranger, then from a rank; then another rank must be let in."""
+
+        def say(rank: int | None) -> None:
+            sock: Any = Socket(self)
+            if rank is None:
+                self.connect(sock)
+            else:
+                sock = self._join(f"rank {rank}", _client.Client(rank, self.size), rank)
+            with contextlib.suppress(OSError):
+                for data in said:
+                    sock.send(data)
+                    self.pause(0.01)
+
+        self.faults_left = 0
+        with self._coordinated():
+            for rank in (None, 0, 1):
+                self.lasting.append(Fiber(self, f"rank {rank}", lambda rank=rank: say(rank)))  # type: ignore[misc]
+                self._until(lambda: all(fiber.done for fiber in self.lasting))
+            self.must(set(self.server._of_rank) >= {1} or bool(said), "nobody is in")
 
     def replay(self) -> str:
         without = "".join(f" --without {fault!r}" for fault in sorted(self.without))
