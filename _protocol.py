@@ -230,7 +230,7 @@ def _read_spans(data: bytes, _: int) -> tuple[int, ...]:
 def _read_detail(data: bytes, world_size: int) -> dict[str, Any]:
     """The facts that `detail_facts` made."""
     facts = read_facts(data)
-    texts, span = [facts.get("reason", ""), facts.get("broken") or ""], facts.get("span") or [0, 0]
+    texts, span = [facts.get("reason"), facts.get("broken") or ""], facts.get("span") or [0, 0]
     try:
         for name in ("ranks", "group"):
             check_runs([(*map(operator.index, run),) for run in facts.get(name) or ()], world_size)

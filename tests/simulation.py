@@ -477,10 +477,9 @@ class World:
         while self.now < until:
             sock = Socket(self)
             sock.owner = name
-            deadline = types.SimpleNamespace(remaining=lambda: until - self.now)
-            sock.connect = lambda _, sock=sock: self.connect(sock)  # type: ignore[attr-defined]
             try:
-                client.join(sock, ("coordinator", 1), endpoint, facts, deadline)
+                self.connect(sock)
+                client.join(sock, endpoint, facts)
                 return sock
             except OSError as error:
                 self.note(f"{name} can't connect: {error}")

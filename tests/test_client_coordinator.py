@@ -1361,7 +1361,7 @@ def test_a_goodbye_in_one_segment_with_the_welcome():
 
 
 BROKEN = {
-    "verdict": (_protocol.encode_verdict(99, FAT), "a verdict on vote 99"),
+    "verdict": (_protocol.encode_verdict(99, FAT), "a verdict, 1, on vote 99"),
     "nonsense": (b"nonsense and more", "a malformed frame"),
     "answer": (ANSWER, "can't come here"),
     "vote": (_protocol.encode_vote(1, 0, A, (0, 0, 1)), "can't come here"),

@@ -26,24 +26,24 @@ pytestmark = [
 CORE = {
     "handshake.py": 800,
     "_vocabulary.py": 470,
-    "_protocol.py": 375,
+    "_protocol.py": 390,
     "_consensus.py": 600,
     "_coordinator.py": 700,
     "_client.py": 640,
-    "_rendezvous.py": 385,
+    "_rendezvous.py": 390,
 }
 EXTRAS = {
     "_observe.py": 200,
     "_graph.py": 1170,
     "_graph_plan.py": 1250,
-    "_graph_diff.py": 1070,
+    "_graph_diff.py": 1090,
     "_graph_report.py": 1005,
     "_graph_text.py": 600,
     "_graph_explain.py": 440,
 }
 TOOLS = {"bench.py": 700}
-MOST_LINES_OF_THE_CORE = 3950
-MOST_LINES = 9650
+MOST_LINES_OF_THE_CORE = 3970
+MOST_LINES = 9700
 
 MODULES = sorted(path for path in PROJECT.glob("*.py") if path.name not in TOOLS)
 PURE_MODULES = ("_protocol", "_consensus")

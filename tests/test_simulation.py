@@ -25,7 +25,7 @@ def test_no_job_is_told_what_is_not_so_and_all_come_to_an_end() -> None:
         seen.update(fault for fault in simulation.FAULTS if any(f"fault: {fault}," in line for line in world.trace))
         seen.update("come back" for line in world.trace if "comes back" in line)
         seen.update("late" for _ in world.late)
-    assert {FAT, SPLIT, TIMEOUT, PEER_LOST, simulation.REFUSED, *simulation.FAULTS} <= seen.keys()
+    assert {FAT, SPLIT, TIMEOUT, PEER_LOST, *simulation.FAULTS} <= seen.keys()
 
 
 def test_one_seed_is_one_trace() -> None:
