@@ -70,6 +70,17 @@ def test_vocab_parallel_tells_its_story(tmp_path: Path) -> None:
         assert "the output and all 33 gradients are bitwise equal to step 1's, on every rank" in step
 
 
+def test_llama_keeps_all_its_collectives_fat(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", "5.24")  # the first whose way to divide a model was tried
+    printed = run_example(4, "llama.py", cwd=tmp_path)
+    _, split, plan = printed.split("\n\n")
+    assert "forward : 21 segments: 10 with one collective each, 11 without" in split
+    assert "backward: 43 segments: 21 with one collective each, 22 without" in split
+    assert "forward : 2 segments: 10 of 10 collectives in 1 fat, 1 without" in plan
+    assert "backward: 2 segments: 21 of 21 collectives in 1 fat, 1 without" in plan
+    assert "the output and all 39 gradients are bitwise equal to step 1's, on every rank" in plan
+
+
 def test_train_prints_a_row_for_each_stage(tmp_path: Path) -> None:
     steps = 3
     printed = run_example(2, "train.py", "--steps", str(steps), "--diverge-rank", "1", cwd=tmp_path)
