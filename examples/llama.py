@@ -22,7 +22,7 @@ import torch.distributed as dist
 from handshake_backend import Backend, Inductor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from vocab_parallel import NotesCollectives, Run, tell, tell_equal, tell_run
 
 from handshake import HandshakeStage
